@@ -1,0 +1,27 @@
+# Two commands: `make demo` and `make test`. Both create .venv first if need be.
+PYTHON ?= python3
+BIN := .venv/bin
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: setup demo test lint clean
+
+setup: .venv/.installed
+
+.venv/.installed: pyproject.toml
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --editable ".[test]"
+	touch $@
+
+demo: setup
+	$(BIN)/python -m experiments.demo
+
+test: setup lint
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+clean:
+	rm -rf .venv build outputs *.egg-info

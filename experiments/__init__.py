@@ -1,0 +1,1 @@
+"""Programs that measure poet_jax; run one with `python -m experiments.NAME`."""

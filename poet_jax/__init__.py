@@ -1,0 +1,71 @@
+"""Flax training steps within a memory budget: optimal rematerialisation and paging."""
+
+from poet_jax import device as devices
+from poet_jax import linen, nnx
+from poet_jax.coarsen import coarsen
+from poet_jax.device import DeviceProfile, host
+from poet_jax.errors import BudgetTooSmall, CannotTrace, PageStoreError, PlanInvalid
+from poet_jax.executors.host import HostExecutor, Run
+from poet_jax.graph import Graph, Node, Value
+from poet_jax.order import order
+from poet_jax.plan import Budget, Compute, PageIn, PageOut, Plan, Stages, Status
+from poet_jax.planners.greedy import greedy, paging_only
+from poet_jax.planners.keep_all import keep_all
+from poet_jax.planners.milp import MilpPlanner
+from poet_jax.planners.paper import PaperPlanner
+from poet_jax.planners.sqrt import sqrt
+from poet_jax.price import Costs, load_instance, price
+from poet_jax.program import Free, Program, lower
+from poet_jax.simulate import Usage, simulate
+from poet_jax.store import FileStore, HostStore
+from poet_jax.trace import trace
+from poet_jax.train_step import train_step
+from poet_jax.transform import Schedule, Scheduled, schedule, value_and_grad
+
+__all__ = [
+    "Budget",
+    "BudgetTooSmall",
+    "CannotTrace",
+    "Compute",
+    "Costs",
+    "DeviceProfile",
+    "FileStore",
+    "Free",
+    "Graph",
+    "HostExecutor",
+    "HostStore",
+    "MilpPlanner",
+    "Node",
+    "PageIn",
+    "PageOut",
+    "PageStoreError",
+    "PaperPlanner",
+    "Plan",
+    "PlanInvalid",
+    "Program",
+    "Run",
+    "Schedule",
+    "Scheduled",
+    "Stages",
+    "Status",
+    "Usage",
+    "Value",
+    "coarsen",
+    "devices",
+    "greedy",
+    "host",
+    "keep_all",
+    "load_instance",
+    "lower",
+    "order",
+    "paging_only",
+    "price",
+    "schedule",
+    "simulate",
+    "sqrt",
+    "linen",
+    "nnx",
+    "trace",
+    "train_step",
+    "value_and_grad",
+]

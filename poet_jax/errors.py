@@ -1,0 +1,46 @@
+"""The errors that a user can act on; each message says what was asked, what is possible
+and what to type."""
+
+
+class BudgetTooSmall(ValueError):
+    """No plan of this planner fits the budget.
+
+    Attributes:
+      smallest_bytes: the smallest memory budget that works, in bytes.
+      exact: True if one byte less than `smallest_bytes` is proven not to work; False if
+        `smallest_bytes` works but a smaller budget has not been ruled out.
+      node: name of the node at which memory is highest under that smallest budget.
+      values: names of the values alive there, largest first.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        smallest_bytes: int,
+        exact: bool,
+        node: str,
+        values: tuple[str, ...],
+    ):
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+        self.exact = exact
+        self.node = node
+        self.values = values
+
+
+class PlanInvalid(ValueError):
+    """A plan that breaks a rule: a value read that is not in RAM, or another graph's
+    plan."""
+
+
+class CannotTrace(TypeError):
+    """JAX could not trace the function for these arguments."""
+
+
+class ClosesOverTracer(CannotTrace):
+    """The function closes over a tracer of an outer transformation."""
+
+
+class PageStoreError(OSError):
+    """The page store could not be opened, written or read back intact."""

@@ -1,0 +1,69 @@
+"""The process's memory, as Linux with glibc sees it; elsewhere nothing here acts."""
+
+import ctypes
+import mmap
+import sys
+
+_M_ARENA_MAX = -8  # glibc's <malloc.h>
+_PAGE_BYTES = mmap.PAGESIZE
+_MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 4, 14, 23  # Linux's <mman.h>
+
+
+def _find_glibc():
+    if not sys.platform.startswith("linux"):
+        return None
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "malloc_trim"):
+        return None
+    library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    # One heap for all threads: what one of XLA's threads frees serves the others.
+    library.mallopt(_M_ARENA_MAX, 1)
+    return library
+
+
+_glibc = _find_glibc()
+
+
+def release() -> None:
+    """Return every free page of the C library's heap to the system.
+
+    glibc keeps freed blocks of up to 32 MiB for later use, and a block that fits none
+    of them comes on top.
+    """
+    if _glibc is not None:
+        _glibc.malloc_trim(0)
+
+
+def release_pages(address: int, nbytes: int) -> bool:
+    """Return the whole pages of a block to the system; True if that was done.
+
+    The block stays allocated. Its contents are lost, and the next write to it takes new
+    pages.
+    """
+    return _advise(address, nbytes, _MADV_DONTNEED)
+
+
+def populate_pages(address: int, nbytes: int) -> None:
+    """Take the pages of a released block at once, huge ones where there are any.
+
+    That costs a quarter of taking them one by one as they are written to. A kernel that
+    does not know one of these requests (Linux before 5.14) ignores it.
+    """
+    _advise(address, nbytes, _MADV_HUGEPAGE)
+    _advise(address, nbytes, _MADV_POPULATE_WRITE)
+
+
+def _advise(address: int, nbytes: int, advice: int) -> bool:
+    start = -(-address // _PAGE_BYTES) * _PAGE_BYTES
+    stop = (address + nbytes) // _PAGE_BYTES * _PAGE_BYTES
+    if _glibc is None or stop <= start:
+        return False
+    return _glibc.madvise(start, stop - start, advice) == 0
+
+
+def resident_bytes() -> int:
+    """Physical memory of this process now; 0 where it is not known."""
+    if _glibc is None:
+        return 0
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * _PAGE_BYTES

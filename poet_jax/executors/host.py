@@ -1,0 +1,264 @@
+"""The interpreter: run a program's instructions one by one, within the budget."""
+
+import concurrent.futures
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from poet_jax.compile import Kind, compile_nodes, is_plain, is_recycled, nbytes_of
+from poet_jax.errors import PlanInvalid
+from poet_jax.executors.buffers import Pool, view
+from poet_jax.graph import Value
+from poet_jax.plan import Compute, PageIn, PageOut
+from poet_jax.price import Costs
+from poet_jax.program import Free, Program
+from poet_jax.simulate import simulate
+from poet_jax.store import FileStore, PageStore
+from poet_jax.units import format_bytes, format_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one run of a program measured.
+
+    Attributes:
+      seconds: wall-clock time of the run.
+      peak_bytes: most RAM of array data and workspace at any instant, counted as arrays
+        came and went.
+      bytes_paged_in, bytes_paged_out: moved from and to the store.
+      recomputed: nodes that ran again.
+    """
+
+    seconds: float
+    peak_bytes: int
+    bytes_paged_in: int
+    bytes_paged_out: int
+    recomputed: int
+
+    def __str__(self) -> str:
+        return (
+            f"{format_seconds(self.seconds)}, peak {format_bytes(self.peak_bytes)}, "
+            f"{format_bytes(self.bytes_paged_out)} paged out, "
+            f"{format_bytes(self.bytes_paged_in)} in, {self.recomputed} nodes run again"
+        )
+
+
+class HostExecutor:
+    """Runs programs on JAX's default device, paging through `store`.
+
+    `executor(program)` compiles the nodes and gives a `Runner`. The default store is a
+    `FileStore` in the system's folder for temporary files. Large results are written
+    into freed arrays of their shape (`buffers.Pool`); between steps a runner holds
+    their addresses, not their memory.
+    """
+
+    def __init__(self, store: PageStore | None = None):
+        self.store = store if store is not None else FileStore()
+
+    def __call__(self, program: Program) -> "Runner":
+        if any(not node.equations for node in program.graph.nodes):
+            raise PlanInvalid(
+                "A program of an instance was given to an executor. Only graphs from "
+                "trace(fun, *args) hold equations that can run. Use simulate(program, "
+                "costs) for an instance."
+            )
+        return Runner(program, self.store)
+
+
+class Runner:
+    """A program ready to run: `runner(*args)` is the function's result for them.
+
+    A donated argument's array is deleted as soon as its `Free` is reached. `last_run`
+    is the measured `Run` of the latest call.
+    """
+
+    def __init__(self, program: Program, store: PageStore):
+        self.program = program
+        self.store = store
+        self.last_run: Run | None = None
+        self._executables = compile_nodes(program.graph)
+        self._pool: Pool | None = None
+        self._on_cpu = jax.default_backend() == "cpu"
+        self._peak_bytes = self._ledger_peak()
+
+    def _taken(self) -> Iterator[tuple[int, Kind]]:
+        """(instruction, kind) of each buffer that the program writes into."""
+        for row, instruction in enumerate(self.program.instructions):
+            if isinstance(instruction, Compute):
+                for kind in self._executables[instruction.node].destinations:
+                    yield row, kind
+            elif isinstance(instruction, PageIn):
+                value = self.program.graph.values[instruction.value]
+                yield row, (value.shape, value.dtype)
+
+    def _ledger_peak(self) -> int:
+        """The simulator's peak; bytes do not depend on what things cost."""
+        graph = self.program.graph
+        none = np.zeros(max(len(graph.nodes), len(graph.values)))
+        nbytes = np.array([value.nbytes for value in graph.values], np.int64)
+        workspaces = np.array([x.workspace_bytes for x in self._executables], np.int64)
+        costs = Costs(none, none, workspaces, nbytes, none, none, none, none)
+        return simulate(self.program, costs).peak_bytes
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        graph = self.program.graph
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if tree != graph.in_tree:
+            raise PlanInvalid(
+                f"A program for arguments {graph.in_tree} was run on {tree}. A program "
+                "runs on the structure that it was traced for. Trace the function "
+                "again."
+            )
+        outputs = self.run([jax.numpy.asarray(leaf) for leaf in leaves])
+        return jax.tree.unflatten(graph.out_tree, outputs)
+
+    def run(self, leaves: list[jax.Array]) -> list[jax.Array]:
+        """Flat arguments to flat outputs."""
+        start = time.perf_counter()
+        pool, self._pool = self._pool, None  # a second thread gets a pool of its own
+        if pool is None:
+            pool = Pool(self._taken(), self._peak_bytes, self._on_cpu)
+        step = _Step(self, leaves, pool)
+        try:
+            for instruction in self.program.instructions:
+                step.do(instruction)
+            step.finish()
+        finally:
+            step.close()
+        pool.end()
+        self._pool = pool
+        self.last_run = Run(
+            seconds=time.perf_counter() - start,
+            peak_bytes=step.peak_bytes,
+            bytes_paged_in=step.bytes_paged_in,
+            bytes_paged_out=step.bytes_paged_out,
+            recomputed=self.program.recomputed,
+        )
+        return [step.arrays[v] for v in self.program.graph.outputs]
+
+
+class _Step:
+    """The state of one run: arrays in RAM, transfers under way, and the ledger."""
+
+    def __init__(self, runner: Runner, leaves: list[jax.Array], pool: Pool):
+        graph = runner.program.graph
+        self.runner, self.graph, self.store = runner, graph, runner.store
+        self.arrays: dict[int, jax.Array] = dict(graph.constants)
+        self.arrays.update(zip(graph.arguments, leaves, strict=True))
+        # One array may be several arguments; it goes when the last of them is freed.
+        self.holders = Counter(id(array) for array in self.arrays.values())
+        self.loading: dict[int, concurrent.futures.Future] = {}
+        self.saving: dict[int, concurrent.futures.Future] = {}
+        self.storage = concurrent.futures.ThreadPoolExecutor(1, "poet_jax-storage")
+        self.live_bytes = sum(array.nbytes for array in self.arrays.values())
+        self.peak_bytes = self.live_bytes
+        self.bytes_paged_in = self.bytes_paged_out = 0
+        self.row = -1
+        self.pool = pool
+        self.pool.begin(self.live_bytes)
+
+    def do(self, instruction: Any) -> None:
+        self.row += 1
+        match instruction:
+            case Compute(number):
+                self.compute(number)
+            case PageOut(value):
+                self.saving[value] = self.storage.submit(
+                    self.save, value, self.ready(value)
+                )
+            case PageIn(value):
+                last = self.runner.program.last_page_in[value] == self.row
+                array = self.page(self.graph.values[value])
+                self.loading[value] = self.storage.submit(self.load, value, array, last)
+            case Free(value):
+                self.free(value)
+
+    def compute(self, number: int) -> None:
+        node = self.graph.nodes[number]
+        executable = self.runner._executables[number]
+        operands = [self.ready(v) for v in node.reads]
+        written = sum(self.graph.values[v].nbytes for v in node.writes)
+        more = written + executable.workspace_bytes
+        more -= sum(map(nbytes_of, executable.destinations))
+        into = self.pool.take(executable.destinations, self.row, self.live_bytes, more)
+        results = executable(*operands, into=into)
+        # XLA runs ahead otherwise, and allocates the results of later nodes early.
+        jax.block_until_ready(results)
+        self.arrays.update(zip(node.writes, results, strict=True))
+        self.count(written + executable.workspace_bytes)
+        self.count(-executable.workspace_bytes)
+
+    def page(self, value: Value) -> jax.Array | None:
+        """What a page is read into; None where the host cannot write to it."""
+        array = None
+        if self.runner._on_cpu and is_plain(value.dtype):
+            kind = value.shape, value.dtype
+            (array,) = self.pool.take([kind], self.row, self.live_bytes)
+        self.count(value.nbytes)
+        return array
+
+    def ready(self, value: int) -> jax.Array:
+        """The array of a value in RAM, after its page-in if one is under way."""
+        if value in self.loading:
+            self.arrays[value] = self.loading.pop(value).result()
+        return self.arrays[value]
+
+    def free(self, value: int) -> None:
+        if value in self.saving:
+            self.saving.pop(value).result()
+        array = self.ready(value)
+        del self.arrays[value]
+        self.count(-array.nbytes)
+        donated = id(array) in self.holders
+        if donated:
+            self.holders[id(array)] -= 1
+            if self.holders[id(array)]:
+                return
+        if is_recycled((array.shape, array.dtype)):
+            self.pool.give(array, donated)
+        else:
+            array.delete()
+
+    def save(self, value: int, array: jax.Array) -> None:
+        self.store.write(value, self.bytes_of(array), self.graph.values[value].name)
+        self.bytes_paged_out += array.nbytes
+
+    def load(self, value: int, array: jax.Array | None, last: bool) -> jax.Array:
+        description = self.graph.values[value]
+        data = np.empty(description.nbytes, np.uint8) if array is None else view(array)
+        self.store.read(value, data, description.name)
+        self.bytes_paged_in += data.nbytes
+        if last:
+            self.store.delete(value)
+        if array is not None:
+            return array
+        host = data.view(description.dtype).reshape(description.shape)
+        return jax.block_until_ready(jax.device_put(host))
+
+    def bytes_of(self, array: jax.Array) -> np.ndarray:
+        """[nbytes] for the store; NumPy's own view would keep a buffer from reuse."""
+        if self.runner._on_cpu and is_plain(array.dtype):
+            return view(array)
+        return np.asarray(array).reshape(-1).view(np.uint8)
+
+    def count(self, nbytes: int) -> None:
+        self.live_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def finish(self) -> None:
+        """Wait for what is under way; every output is ready, whatever was paged out."""
+        for value in list(self.loading):
+            self.ready(value)
+        for future in self.saving.values():
+            future.result()
+
+    def close(self) -> None:
+        """Stop the storage thread and leave the store empty, also after an error."""
+        self.storage.shutdown(wait=True, cancel_futures=True)
+        if self.store.nbytes:
+            self.store.close()

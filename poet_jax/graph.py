@@ -1,0 +1,328 @@
+"""The dependency graph of a computation: values, and the nodes that read and write
+them."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from poet_jax.units import format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """An array that a node writes, or an argument or constant of the whole computation.
+
+    Attributes:
+      name: readable and unique within its graph.
+      nbytes: size in bytes.
+      shape, dtype: as of the `jax.Array`; `()` and None in a graph that was not traced.
+      weak_type: whether JAX may promote the dtype away, as for a Python scalar.
+      pageable: whether it may be written to storage (typed PRNG keys may not).
+    """
+
+    name: str
+    nbytes: int
+    shape: tuple[int, ...] = ()
+    dtype: Any = None
+    weak_type: bool = False
+    pageable: bool = True
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, weak_type=self.weak_type)
+
+    def __str__(self) -> str:
+        kind = f" {self.dtype}{list(self.shape)}" if self.dtype is not None else ""
+        return f"{self.name}{kind} ({format_bytes(self.nbytes)})"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Literal:
+    """A constant operand that is part of an equation."""
+
+    value: Any
+
+    @property
+    def key(self) -> tuple:
+        """Equal keys are equal constants, to the bit."""
+        data = np.asarray(self.value)
+        python_type = type(self.value).__name__
+        return python_type, str(data.dtype), data.shape, data.tobytes()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Equation:
+    """One primitive applied to operands, inside the body of a node.
+
+    Attributes:
+      primitive, params: as in a jaxpr.
+      operands: local value numbers or `Literal`s.
+      results: local value numbers.
+      operand_shapes, result_shapes: what the FLOP and byte rules need.
+      inner: (equations, times each runs) of control flow's bodies.
+    """
+
+    primitive: Any
+    params: dict[str, Any]
+    operands: tuple["int | Literal", ...]
+    results: tuple[int, ...]
+    operand_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    result_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    inner: tuple[tuple[tuple["Equation", ...], int], ...] = ()
+
+    def bind(self, operands: Sequence[Any]) -> Sequence[Any]:
+        """Apply the primitive to `operands`, arrays or tracers."""
+        params = self.primitive.get_bind_params(self.params)
+        results = self.primitive.bind(*operands, **params)
+        return results if self.primitive.multiple_results else (results,)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """A group of equations computed together: the unit of scheduling, pricing and
+    compiling.
+
+    Attributes:
+      name: readable; not necessarily unique.
+      reads, writes: value numbers, each at most once.
+      equations: over local numbers: `reads` are 0..R-1, the rest follow. Empty in a
+        graph that was not traced.
+      outputs: local numbers of `writes`.
+      backward: whether it belongs to the backward pass.
+      repeatable: False for a node with effects, which runs exactly once.
+    """
+
+    name: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    equations: tuple[Equation, ...] = ()
+    outputs: tuple[int, ...] = ()
+    backward: bool = False
+    repeatable: bool = True
+
+    def __call__(self, *operands: Any) -> tuple[Any, ...]:
+        """Evaluate the equations; [R] arrays or tracers to [W] arrays or tracers."""
+        local = dict(enumerate(operands))
+        for equation in self.equations:
+            results = equation.bind(
+                [
+                    x.value if isinstance(x, Literal) else local[x]
+                    for x in equation.operands
+                ]
+            )
+            local.update(zip(equation.results, results, strict=True))
+        return tuple(local[number] for number in self.outputs)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """Values and nodes in execution order.
+
+    Attributes:
+      values: [V].
+      nodes: [N], every value written before it is read.
+      arguments: numbers of the values that the caller supplies, in flat argument order.
+      outputs: numbers of the values returned, in flat output order; repeats are
+        allowed.
+      constants: arrays that the function closes over, by value number.
+      donated: the arguments that may be freed after their last read.
+      in_tree, out_tree: pytree structures of `((*args), {**kwargs})` and of the result.
+    """
+
+    values: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    arguments: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    constants: dict[int, Any] = dataclasses.field(default_factory=dict)
+    donated: frozenset[int] = frozenset()
+    in_tree: Any = None
+    out_tree: Any = None
+
+    def __post_init__(self):
+        """Raise ValueError unless every value is written once, and before it is
+        read."""
+        known = set(self.arguments) | set(self.constants)
+        for node in self.nodes:
+            for value in node.reads:
+                if value not in known:
+                    name = (
+                        self.values[value].name if value < len(self.values) else value
+                    )
+                    raise ValueError(
+                        f"Node {node.name!r} reads {name!r}, which nothing before it "
+                        "writes. In a graph every value is an argument, a constant or "
+                        "written by an earlier node. List the nodes in execution order."
+                    )
+            if not known.isdisjoint(node.writes):
+                raise ValueError(
+                    f"Node {node.name!r} writes a value that exists already. Every "
+                    "value of a graph is written once. Give the second one a number of "
+                    "its own."
+                )
+            known.update(node.writes)
+
+    @functools.cached_property
+    def producer(self) -> dict[int, int]:
+        """Node number that writes each value; arguments and constants are absent."""
+        return {v: n for n, node in enumerate(self.nodes) for v in node.writes}
+
+    @functools.cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """[V] numbers of the nodes that read each value, ascending."""
+        readers: list[list[int]] = [[] for _ in self.values]
+        for number, node in enumerate(self.nodes):
+            for value in node.reads:
+                readers[value].append(number)
+        return tuple(map(tuple, readers))
+
+    @functools.cached_property
+    def pinned(self) -> frozenset[int]:
+        """Values alive throughout: constants, and arguments that the caller keeps."""
+        return (frozenset(self.arguments) | frozenset(self.constants)) - self.donated
+
+    @functools.cached_property
+    def initial(self) -> tuple[int, ...]:
+        """Values alive before the first node: arguments and constants, each once."""
+        return tuple(dict.fromkeys((*self.arguments, *self.constants)))
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of all that a plan depends on: structure, sizes and operations.
+
+        Names are left out, as they may hold line numbers of the user's source.
+        """
+        parts = [
+            [(v.nbytes, v.shape, str(v.dtype), v.pageable) for v in self.values],
+            [
+                (
+                    n.reads,
+                    n.writes,
+                    n.repeatable,
+                    [e.primitive.name for e in n.equations],
+                )
+                for n in self.nodes
+            ],
+            [
+                self.arguments,
+                self.outputs,
+                sorted(self.constants),
+                sorted(self.donated),
+            ],
+        ]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        lines = [
+            f"graph of {len(self.nodes)} nodes and {len(self.values)} values, "
+            f"{format_bytes(sum(v.nbytes for v in self.values))} in all"
+        ]
+        names = [value.name for value in self.values]
+        for title, numbers in (
+            ("arguments", self.arguments),
+            ("outputs", self.outputs),
+        ):
+            lines.append(f"  {title}: {' '.join(names[v] for v in numbers) or 'none'}")
+        for number, node in enumerate(self.nodes):
+            writes = ", ".join(str(self.values[v]) for v in node.writes)
+            reads = " ".join(names[v] for v in node.reads)
+            mark = " [backward]" if node.backward else ""
+            mark += "" if node.repeatable else " [runs once]"
+            lines.append(f"  {number:4d} {node.name}{mark}: {writes} <- {reads}")
+        return "\n".join(lines)
+
+
+def renumber(graph: Graph, nodes: Iterable[Node]) -> Graph:
+    """`graph` with `nodes` instead of its own, without the values that are left
+    unused."""
+    nodes = tuple(nodes)
+    used = set(graph.initial) | set(graph.outputs)
+    for node in nodes:
+        used.update(node.reads, node.writes)
+    new = {old: number for number, old in enumerate(sorted(used))}
+
+    def rename(values: Iterable[int]) -> tuple[int, ...]:
+        return tuple(new[v] for v in values)
+
+    return dataclasses.replace(
+        graph,
+        values=tuple(graph.values[v] for v in sorted(used)),
+        nodes=tuple(
+            dataclasses.replace(n, reads=rename(n.reads), writes=rename(n.writes))
+            for n in nodes
+        ),
+        arguments=rename(graph.arguments),
+        outputs=rename(graph.outputs),
+        constants={new[v]: array for v, array in graph.constants.items()},
+        donated=frozenset(rename(graph.donated)),
+    )
+
+
+def read_instance(path: str | os.PathLike) -> tuple[Graph, list[dict[str, Any]]]:
+    """Read a planner instance: a graph whose nodes have costs but no equations.
+
+    The file is JSON: `nodes`, a list in execution order of objects with `name`,
+      `backward`,
+    `bytes` and costs; `edges`, a list of [producer, consumer]. Node i writes value i. A
+    value that nothing reads may be freed at once; there are no arguments or outputs.
+    Returns the graph and the nodes' objects. Raises ValueError if an edge is malformed.
+    """
+    with open(path) as file:
+        try:
+            data = json.load(file)
+            rows, edges = data["nodes"], data["edges"]
+            for row in rows:
+                _ = row["name"], row["backward"], row["bytes"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{os.fspath(path)} is not a planner instance: {error}. An instance is "
+                "JSON with nodes, each with a name, backward, bytes and costs, and "
+                "edges. Write it with graph.write_instance."
+            ) from error
+    reads: list[list[int]] = [[] for _ in rows]
+    for edge in edges:
+        whole = isinstance(edge, list) and all(isinstance(x, int) for x in edge)
+        producer, consumer = edge if whole and len(edge) == 2 else (-1, -1)
+        if not 0 <= producer < consumer < len(rows):
+            raise ValueError(
+                f"{os.fspath(path)} has the edge {edge}. An edge leads from a node to "
+                f"a later one, both below {len(rows)}. Sort the nodes in execution "
+                f"order."
+            )
+        reads[consumer].append(producer)
+    values = tuple(Value(row["name"], row["bytes"]) for row in rows)
+    nodes = tuple(
+        Node(row["name"], tuple(dict.fromkeys(r)), (i,), backward=row["backward"])
+        for i, (row, r) in enumerate(zip(rows, reads, strict=True))
+    )
+    return Graph(values, nodes), rows
+
+
+def write_instance(
+    path: str | os.PathLike, graph: Graph, rows: Sequence[dict[str, Any]]
+) -> None:
+    """Write `graph`, one value per node, with a dictionary of costs per node, as
+    JSON."""
+    nodes = [
+        {
+            "name": node.name,
+            "backward": node.backward,
+            "bytes": graph.values[node.writes[0]].nbytes,
+        }
+        | row
+        for node, row in zip(graph.nodes, rows, strict=True)
+    ]
+    edges = [
+        [graph.producer[v], n]
+        for n, node in enumerate(graph.nodes)
+        for v in node.reads
+        if v in graph.producer
+    ]
+    with open(path, "w") as file:
+        json.dump({"nodes": nodes, "edges": edges}, file, indent=1)

@@ -1,0 +1,260 @@
+"""Budgets, actions and plans."""
+
+import dataclasses
+import enum
+import json
+import math
+import os
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from poet_jax.errors import PlanInvalid
+from poet_jax.graph import Graph
+from poet_jax.price import Costs
+from poet_jax.units import format_bytes, parse_bytes, parse_percent
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """What a step may use.
+
+    Attributes:
+      memory_bytes: bytes of array data alive at any instant.
+      seconds: deadline of the step, storage time included; None for none.
+      store_bytes: room on storage; None for no limit.
+    """
+
+    memory_bytes: int
+    seconds: float | None = None
+    store_bytes: int | None = None
+
+    def __post_init__(self):
+        for name in ("memory_bytes", "seconds", "store_bytes"):
+            value = getattr(self, name)
+            if value is None and name != "memory_bytes":
+                continue
+            least = {"memory_bytes": 1, "seconds": 1e-300, "store_bytes": 0}[name]
+            number = not isinstance(value, bool) and isinstance(value, int | float)
+            if not (number and value >= least):  # type: ignore[operator]
+                raise ValueError(
+                    f"A budget was asked for with {name}={value!r}. It is a positive "
+                    "number. Type for example Budget(memory_bytes=64 * 2**20)."
+                )
+        if not math.isinf(self.memory_bytes):
+            object.__setattr__(self, "memory_bytes", int(self.memory_bytes))
+
+    def __str__(self) -> str:
+        parts = [format_bytes(self.memory_bytes)]
+        if self.seconds is not None:
+            parts.append(f"{self.seconds:g} s")
+        if self.store_bytes is not None:
+            parts.append(f"{format_bytes(self.store_bytes)} of storage")
+        return ", ".join(parts)
+
+
+BudgetLike = Budget | int | float | str
+
+
+def parse_budget(budget: BudgetLike, keep_all_bytes: int | None = None) -> Budget:
+    """A `Budget` from bytes, `"64MiB"`, or `"30%"` of `keep_all_bytes`.
+
+    Without `keep_all_bytes` a percentage is only checked. Raises ValueError.
+    """
+    if isinstance(budget, Budget):
+        return budget
+    if isinstance(budget, str):
+        if budget.strip().endswith("%"):
+            fraction = parse_percent(budget)
+            nbytes = fraction * (keep_all_bytes or 2**30)
+            return Budget(nbytes + 1e-6)  # type: ignore[arg-type]
+        return Budget(parse_bytes(budget))
+    if isinstance(budget, int | float):
+        return Budget(budget)  # type: ignore[arg-type]
+    raise ValueError(
+        f"A budget of type {type(budget).__name__} was given. A budget is a Budget, a "
+        'number of bytes, a size, or a percentage of what keep-all needs. Type "64MiB".'
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """Run a node: everything it reads is in RAM."""
+
+    node: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PageOut:
+    """Start a copy of a value to storage; the value stays in RAM."""
+
+    value: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PageIn:
+    """Take the RAM for a value and start its copy back from storage."""
+
+    value: int
+
+
+Action = Compute | PageOut | PageIn
+
+
+class Status(enum.Enum):
+    """How good a plan is; the value is a sentence to print."""
+
+    OPTIMAL = "Optimal: no staged plan for this order of nodes costs less."
+    FEASIBLE = "Feasible: within the budget; how far from optimal is the gap."
+    HEURISTIC = "Heuristic: within the budget, with no claim to be the best."
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What to do, and how good that is.
+
+    Attributes:
+      actions: every `Compute`, `PageOut` and `PageIn` in order; `lower` adds the frees.
+      status: what is proven.
+      objective: the whole step's joules, or seconds, under the rules of `simulate`.
+      bound: no staged plan (see `Stages`) for this order has a lower objective.
+      gap: (objective - bound) / objective.
+      planner: who made it.
+      solve_seconds: how long that took.
+      statistics: numbers of the solve: binaries, rows, rounds.
+    """
+
+    actions: tuple[Action, ...]
+    status: Status
+    objective: float
+    bound: float
+    planner: str
+    solve_seconds: float = 0.0
+    statistics: dict[str, int] = dataclasses.field(default_factory=dict)
+
+    @property
+    def gap(self) -> float:
+        return (self.objective - self.bound) / self.objective if self.objective else 0.0
+
+    def __str__(self) -> str:
+        counts = {
+            kind: sum(type(action) is kind for action in self.actions)
+            for kind in (Compute, PageOut, PageIn)
+        }
+        return (
+            f"plan by {self.planner} in {self.solve_seconds:.1f} s: "
+            f"{counts[Compute]} computes, {counts[PageOut]} page-outs, "
+            f"{counts[PageIn]} page-ins\n"
+            f"  objective {self.objective:.6g}, bound {self.bound:.6g}, "
+            f"gap {self.gap:.2%}. {self.status.value}"
+        )
+
+
+class Planner(Protocol):
+    """Decides what to keep, rematerialise or page. Raises BudgetTooSmall."""
+
+    def __call__(self, graph: Graph, costs: Costs, budget: Budget) -> Plan: ...
+
+
+def plan_to_dict(graph: Graph, plan: Plan) -> dict[str, Any]:
+    """Everything that `plan_from_dict` needs, as JSON types."""
+    return {
+        "graph": graph.fingerprint,
+        "actions": [
+            [type(action).__name__, *dataclasses.astuple(action)]
+            for action in plan.actions
+        ],
+        "status": plan.status.name,
+        "objective": plan.objective,
+        "bound": plan.bound,
+        "planner": plan.planner,
+        "solve_seconds": plan.solve_seconds,
+        "statistics": plan.statistics,
+    }
+
+
+def plan_from_dict(graph: Graph, data: dict[str, Any]) -> Plan:
+    """The plan saved for `graph`. Raises PlanInvalid if it is another graph's."""
+    if data["graph"] != graph.fingerprint:
+        raise PlanInvalid(
+            f"A plan for graph {data['graph']} was loaded for graph "
+            f"{graph.fingerprint}. "
+            "A plan fits only the function, shapes and dtypes that it was made for. "
+            "Plan again with Scheduled.plan(...), or load it where it was saved."
+        )
+    kinds = {kind.__name__: kind for kind in (Compute, PageOut, PageIn)}
+    return Plan(
+        actions=tuple(kinds[kind](number) for kind, number in data["actions"]),
+        status=Status[data["status"]],
+        objective=data["objective"],
+        bound=data["bound"],
+        planner=data["planner"],
+        solve_seconds=data["solve_seconds"],
+        statistics=data["statistics"],
+    )
+
+
+def save_json(path: str | os.PathLike, data: dict[str, Any]) -> None:
+    """Write `data` beside `path` and move it there, so that no half a file is left."""
+    temporary = f"{os.fspath(path)}.{os.getpid()}.part"
+    try:
+        with open(temporary, "w") as file:
+            json.dump(data, file)
+        os.replace(temporary, path)
+    finally:
+        if os.path.exists(temporary):
+            os.unlink(temporary)
+
+
+@dataclasses.dataclass
+class Stages:
+    """A plan by base stage, the form in which planners decide: a staged plan.
+
+    Stage t is what happens from just after base node t-1 to base node t itself; stage N
+    is the end of the step, where the outputs are needed. In a stage each node runs at
+    most once, in base order, and each value arrives at most once: kept from before,
+    produced or paged in.
+
+    Attributes:
+      reruns: [N+1] nodes run again in each stage, in base order.
+      page_ins: [N+1] values paged in, each just before its first read there.
+      page_outs: values written to storage, once, right after they are produced.
+    """
+
+    reruns: list[set[int]]
+    page_ins: list[set[int]]
+    page_outs: set[int]
+
+    @classmethod
+    def empty(cls, graph: Graph) -> "Stages":
+        stages = range(len(graph.nodes) + 1)
+        return cls([set() for _ in stages], [set() for _ in stages], set())
+
+    def actions(self, graph: Graph) -> tuple[Action, ...]:
+        """The actions in order; reruns come in base order within their stage."""
+        actions: list[Action] = [
+            PageOut(v) for v in graph.initial if v in self.page_outs
+        ]
+        for stage, (reruns, page_ins) in enumerate(
+            zip(self.reruns, self.page_ins, strict=True)
+        ):
+            waiting = set(page_ins)
+
+            def page_in(reads: Sequence[int], waiting: set[int] = waiting) -> None:
+                for value in reads:
+                    if value in waiting:
+                        waiting.remove(value)
+                        actions.append(PageIn(value))
+
+            for node in sorted(reruns):
+                page_in(graph.nodes[node].reads)
+                actions.append(Compute(node))
+            if stage < len(graph.nodes):
+                page_in(graph.nodes[stage].reads)
+                page_in(sorted(waiting))
+                actions.append(Compute(stage))
+                actions.extend(
+                    PageOut(v) for v in graph.nodes[stage].writes if v in self.page_outs
+                )
+            else:
+                page_in(sorted(waiting))
+        return tuple(actions)

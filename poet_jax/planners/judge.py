@@ -1,0 +1,172 @@
+"""What every planner shares: judging actions, prefetching, and refusing a budget."""
+
+import dataclasses
+import time
+from collections.abc import Iterable, Sequence
+
+from poet_jax.errors import BudgetTooSmall
+from poet_jax.graph import Graph
+from poet_jax.plan import Action, Budget, Compute, PageIn, PageOut, Plan, Stages, Status
+from poet_jax.price import Costs
+from poet_jax.program import Free, Program, lower
+from poet_jax.simulate import Usage, alive_at_peak, simulate
+from poet_jax.units import format_bytes
+
+
+def objective_of(usage: Usage, objective: str) -> float:
+    """The usage's joules ("energy") or seconds ("time")."""
+    return usage.joules if objective == "energy" else usage.seconds
+
+
+def keep_all_objective(costs: Costs, objective: str) -> float:
+    """Every node once and nothing paged: a lower bound on the objective of any plan."""
+    seconds = float(costs.seconds.sum())
+    if objective == "time":
+        return seconds
+    return float(costs.joules.sum()) + costs.static_watts * seconds
+
+
+def fits(usage: Usage, budget: Budget) -> bool:
+    return (
+        usage.peak_bytes <= budget.memory_bytes
+        and (budget.seconds is None or usage.seconds <= budget.seconds)
+        and (budget.store_bytes is None or usage.store_bytes <= budget.store_bytes)
+    )
+
+
+@dataclasses.dataclass
+class Judged:
+    """Actions with what the simulator says of them."""
+
+    actions: tuple[Action, ...]
+    program: Program
+    usage: Usage
+
+    def plan(
+        self,
+        planner: str,
+        since: float,
+        *,
+        objective: str = "energy",
+        bound: float = 0.0,
+        status: Status = Status.HEURISTIC,
+        statistics: dict[str, int] | None = None,
+    ) -> Plan:
+        value = objective_of(self.usage, objective)
+        return Plan(
+            actions=self.actions,
+            status=status,
+            objective=value,
+            bound=min(value, bound),
+            planner=planner,
+            solve_seconds=time.monotonic() - since,
+            statistics=statistics or {},
+        )
+
+
+def judge(graph: Graph, costs: Costs, actions: Iterable[Action]) -> Judged:
+    """Lower and simulate `actions`."""
+    actions = tuple(actions)
+    program = lower(graph, Plan(actions, Status.HEURISTIC, 0.0, 0.0, ""))
+    return Judged(actions, program, simulate(program, costs))
+
+
+def keep_everything(graph: Graph, costs: Costs) -> Judged:
+    """Every node once, nothing repeated or paged."""
+    return judge(graph, costs, Stages.empty(graph).actions(graph))
+
+
+def prefetch(graph: Graph, costs: Costs, judged: Judged, budget: Budget) -> Judged:
+    """Issue each page-in earlier, by as much compute as hides it, where memory
+    allows."""
+    instructions = list(judged.program.instructions)
+    live = [int(n) for n in judged.usage.live_bytes]
+    for row in range(len(instructions)):
+        instruction = instructions[row]
+        if not isinstance(instruction, PageIn):
+            continue
+        value = instruction.value
+        nbytes = int(costs.nbytes[value])
+        to_hide = float(costs.page_in_seconds[value])
+        place = row
+        while place and to_hide > 0:
+            before = instructions[place - 1]
+            if isinstance(before, PageIn) or before in (Free(value), PageOut(value)):
+                break
+            if live[place - 1] + nbytes > budget.memory_bytes:
+                break
+            if isinstance(before, Compute):
+                to_hide -= float(costs.seconds[before.node])
+            place -= 1
+        instructions.insert(place, instructions.pop(row))
+        before_bytes = live[place - 1] if place else 0
+        live.insert(place, live.pop(row))
+        live[place] = max(before_bytes, live[place])
+        for between in range(place + 1, row + 1):
+            live[between] += nbytes
+    actions = [x for x in instructions if not isinstance(x, Free)]
+    moved = judge(graph, costs, actions)
+    if moved.usage.seconds > judged.usage.seconds or not fits(moved.usage, budget):
+        return judged
+    return moved
+
+
+def budget_too_small(
+    graph: Graph,
+    costs: Costs,
+    budget: Budget,
+    smallest: Judged,
+    planner: str,
+    *,
+    exact: bool,
+) -> BudgetTooSmall:
+    """The error for a budget under that of `smallest`, the leanest plan of a
+    planner."""
+    node, alive = alive_at_peak(smallest.program, costs, smallest.usage)
+    names = [graph.values[v].name for v in alive]
+    largest = ", ".join(
+        f"{graph.values[v].name} ({format_bytes(int(costs.nbytes[v]))})"
+        for v in alive[:3]
+    )
+    least = smallest.usage.peak_bytes
+    proven = (
+        f"{planner} needs {least} bytes ({format_bytes(least)})"
+        if exact
+        else f"The leanest plan that {planner} found needs {least} bytes "
+        f"({format_bytes(least)})"
+    )
+    limits = ""
+    if budget.memory_bytes >= least:
+        limits = (
+            f", {smallest.usage.seconds:.3g} s and "
+            f"{format_bytes(smallest.usage.store_bytes)} of storage"
+        )
+    advice = "a smaller batch"
+    if graph.arguments and not graph.donated:
+        advice += ", or donate_argnums for the state that the step replaces"
+    if planner != "MilpPlanner":
+        advice += ", or poet_jax.MilpPlanner(), which may find a leaner plan"
+    return BudgetTooSmall(
+        f"A plan was asked for within {budget}. {proven}{limits}, at {node!r}, where "
+        f"{largest} are among the {len(alive)} values alive. Type a budget of at least "
+        f"{least}, or lower the need: {advice}.",
+        smallest_bytes=least,
+        exact=exact,
+        node=node,
+        values=tuple(names),
+    )
+
+
+def floor_bytes(graph: Graph, costs: Costs) -> int:
+    """No plan needs less: pinned values and what each node reads, writes and works
+    in."""
+    nbytes = costs.nbytes
+
+    def total(values: Iterable[int]) -> int:
+        return sum(int(nbytes[v]) for v in set(values) | graph.pinned)
+
+    nodes: Sequence[int] = [
+        total((*node.reads, *node.writes)) + int(costs.workspace_bytes[number])
+        for number, node in enumerate(graph.nodes)
+    ]
+    return max(*nodes, total(graph.initial), total(graph.outputs), 0)

@@ -1,0 +1,618 @@
+"""The sparse MILP: keep, rematerialise or page every value at the least cost.
+
+The equations carry the numbers of docs/formulation.md. Stage t is base node t with what
+is done just for it; stage N needs the outputs. The touches of a value are the stages in
+which it may be read or produced; between two of them nothing about it can change, so
+one binary for each gap is enough.
+
+    x[v, k]  v stays in RAM over its k-th gap, from touch k to touch k + 1
+    r[i, t]  node i runs again in stage t        in[v, t]  v is paged in during stage t
+    out[v]   v is written to storage, once, right after it is produced
+"""
+
+import dataclasses
+import time
+from collections import defaultdict
+from typing import Any
+
+from poet_jax.errors import BudgetTooSmall
+from poet_jax.graph import Graph
+from poet_jax.plan import Budget, Compute, PageIn, Plan, Stages, Status
+from poet_jax.planners.greedy import evict
+from poet_jax.planners.judge import (
+    Judged,
+    budget_too_small,
+    fits,
+    floor_bytes,
+    judge,
+    keep_all_objective,
+    keep_everything,
+    objective_of,
+    prefetch,
+)
+from poet_jax.planners.relaxation import relaxed_bound
+from poet_jax.planners.solver import (
+    BINARY,
+    bound_of,
+    new_model,
+    solving,
+    xsum,
+)
+from poet_jax.price import Costs
+
+# Up to this many nodes every earlier node may run again in every stage, which is exact;
+# beyond, only ancestors this many steps away from what a stage reads.
+EXACT_NODES = 32
+HORIZON = 4
+
+# Beyond EXACT_NODES, values below this share of the budget stay until their last use.
+SMALL = 2e-4
+
+
+@dataclasses.dataclass(frozen=True)
+class MilpPlanner:
+    """The cheapest mix of keeping, rematerialising and paging, with a proven bound.
+
+    Attributes:
+      solver: "CBC" or "HIGHS" (`pip install "poet_jax[highs]"`).
+      time_limit_seconds: of the whole planning, heuristics included.
+      gap: relative distance from the bound at which a plan counts as optimal.
+      objective: "energy" (joules) or "time" (seconds).
+      remat, paging: False forbids that means.
+
+    Its call raises BudgetTooSmall.
+    """
+
+    solver: str = "CBC"
+    time_limit_seconds: float = 60.0
+    gap: float = 1e-4
+    objective: str = "energy"
+    remat: bool = True
+    paging: bool = True
+
+    def __post_init__(self):
+        for name, allowed in (
+            ("solver", ("CBC", "HIGHS")),
+            ("objective", ("energy", "time")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(
+                    f"MilpPlanner was asked for {name}={getattr(self, name)!r}. It "
+                    f"knows {' and '.join(map(repr, allowed))}. Type "
+                    f"{name}={allowed[0]!r}."
+                )
+
+    def __call__(self, graph: Graph, costs: Costs, budget: Budget) -> Plan:
+        since = time.monotonic()
+        with solving():
+            return _Search(self, graph, costs, budget, since).plan()
+
+
+class _Search:
+    """One call of the planner: an incumbent that the simulator accepts, and a bound."""
+
+    def __init__(self, planner: MilpPlanner, graph, costs, budget, since: float):
+        self.planner, self.graph, self.costs = planner, graph, costs
+        self.budget, self.since = budget, since
+        self.bound = keep_all_objective(costs, planner.objective)
+        self.best: Judged | None = None
+        self.statistics: dict[str, int] = {}
+
+    def seconds_left(self) -> float:
+        limit = self.planner.time_limit_seconds
+        return max(1.0, limit - (time.monotonic() - self.since))
+
+    def value(self, judged: Judged) -> float:
+        return objective_of(judged.usage, self.planner.objective)
+
+    def consider(self, judged: Judged) -> None:
+        if fits(judged.usage, self.budget) and (
+            self.best is None or self.value(judged) < self.value(self.best)
+        ):
+            self.best = judged
+
+    def is_optimal(self) -> bool:
+        if self.best is None:
+            return False
+        value = self.value(self.best)
+        return value - self.bound <= self.planner.gap * abs(value)
+
+    def plan(self) -> Plan:
+        self.consider(keep_everything(self.graph, self.costs))
+        if not self.is_optimal():
+            self.heuristics()
+        if not self.is_optimal():
+            self.solve()
+        if self.best is None:
+            raise self.too_small()
+        return self.best.plan(
+            "MilpPlanner",
+            self.since,
+            objective=self.planner.objective,
+            bound=self.bound,
+            status=Status.OPTIMAL if self.is_optimal() else Status.FEASIBLE,
+            statistics=self.statistics,
+        )
+
+    def heuristics(self) -> None:
+        """Evictions with each means alone and both, for an incumbent to start from."""
+        for remat, paging in self.modes():
+            self.consider(
+                evict(
+                    self.graph,
+                    self.costs,
+                    self.budget,
+                    remat=remat,
+                    paging=paging,
+                    objective=self.planner.objective,
+                )
+            )
+
+    def modes(self) -> list[tuple[bool, bool]]:
+        """The (remat, paging) to try: both, and each alone."""
+        remat, paging = self.planner.remat, self.planner.paging
+        return sorted({(remat, paging), (remat, False), (False, paging)})
+
+    def solve(self) -> None:
+        """Solve with in-stage memory rows added until the simulator agrees."""
+        if self.budget.memory_bytes < floor_bytes(self.graph, self.costs):
+            return
+        exact = len(self.graph.nodes) <= EXACT_NODES
+        if not exact:
+            share = min(20.0, self.seconds_left() / 4)
+            self.raise_bound(
+                relaxed_bound(self.graph, self.costs, self.budget, self.planner, share)
+            )
+            if self.is_optimal():
+                return
+        program = Formulation(self.graph, self.costs, self.budget, self.planner)
+        self.statistics = program.statistics
+        while True:
+            stages, bound = program.solve(self.seconds_left(), self.best)
+            if exact and program.is_relaxation:
+                self.raise_bound(bound)
+            if stages is None:
+                return
+            judged = judge(self.graph, self.costs, stages.actions(self.graph))
+            self.consider(prefetch(self.graph, self.costs, judged, self.budget))
+            done = self.is_optimal() or self.seconds_left() <= 1.0
+            if done or not program.tighten(judged):
+                return
+
+    def raise_bound(self, bound: float) -> None:
+        self.bound = max(self.bound, bound)
+
+    def too_small(self) -> BudgetTooSmall:
+        """The error with the leanest plan: proven if it reaches a lower bound on
+        bytes."""
+        graph, costs = self.graph, self.costs
+        leanest = min(
+            (
+                evict(graph, costs, Budget(1), remat=remat, paging=paging)
+                for remat, paging in self.modes()
+            ),
+            key=lambda judged: judged.usage.peak_bytes,
+        )
+        least = floor_bytes(graph, costs)
+        if leanest.usage.peak_bytes > least:
+            program = Formulation(graph, costs, None, self.planner)
+            while True:
+                stages, bound = program.solve(self.seconds_left(), leanest)
+                if program.is_exact:
+                    least = max(least, round(bound))
+                if stages is None:
+                    break
+                judged = judge(graph, costs, stages.actions(graph))
+                if judged.usage.peak_bytes < leanest.usage.peak_bytes:
+                    leanest = judged
+                if leanest.usage.peak_bytes <= least or self.seconds_left() <= 1.0:
+                    break
+                if not program.tighten(judged):
+                    break
+        exact = leanest.usage.peak_bytes <= least
+        return budget_too_small(
+            graph, costs, self.budget, leanest, "MilpPlanner", exact=exact
+        )
+
+
+class Formulation:
+    """The MILP over a solver of python-mip; without a budget it minimises the peak."""
+
+    def __init__(
+        self, graph: Graph, costs: Costs, budget: Budget | None, planner: MilpPlanner
+    ):
+        self.graph, self.costs, self.budget = graph, costs, budget
+        self.planner = planner
+        self.count = len(graph.nodes)
+        self.is_exact = self.count <= EXACT_NODES
+        self.is_relaxation = True  # False once a deadline was tightened
+        self.model = new_model(planner.solver, planner.gap / 2)
+        self.nbytes = [int(n) for n in costs.nbytes]
+        self.pinned_bytes = sum(self.nbytes[v] for v in graph.pinned)
+        limit = costs.nbytes.sum() if budget is None else budget.memory_bytes
+        self.small = frozenset(
+            v
+            for v, n in enumerate(self.nbytes)
+            if not self.is_exact and n < SMALL * limit and v not in graph.pinned
+        )
+        self.candidates = [self._candidates(t) for t in range(self.count + 1)]
+        self.touches = self._touches()
+        self._variables()
+        self._presence_rows()
+        self._memory_rows()
+        self._store_rows()
+        self._objective()
+        self.tightened: set[tuple[int, int]] = set()
+        self.statistics = {
+            "binaries": len(self.x) + len(self.r) + len(self.page_in),
+            "rows": self.model.num_rows,
+            "rounds": 0,
+        }
+
+    # What may happen when.
+
+    def reads(self, stage: int) -> tuple[int, ...]:
+        if stage < self.count:
+            return self.graph.nodes[stage].reads
+        return tuple(dict.fromkeys(self.graph.outputs))
+
+    def _candidates(self, stage: int) -> list[int]:
+        """C(t): the nodes that may run again in stage t, ascending."""
+        graph = self.graph
+        if not self.planner.remat:
+            return []
+        if self.is_exact:
+            found = set(range(stage))
+        else:
+            found, edge = set(), set(self.reads(stage))
+            for _ in range(HORIZON):
+                edge = {v for v in edge - self.small if v in graph.producer}
+                producers = {graph.producer[v] for v in edge} - found
+                producers = {i for i in producers if i < stage}
+                found |= producers
+                edge = {
+                    v
+                    for i in producers
+                    if graph.nodes[i].repeatable
+                    for v in graph.nodes[i].reads
+                }
+        return sorted(i for i in found if graph.nodes[i].repeatable)
+
+    def _touches(self) -> dict[int, list[int]]:
+        """Stages in which each value may be read or produced; -1 where an argument
+        starts.
+
+        Values that are always in RAM have none.
+        """
+        graph = self.graph
+        touches: dict[int, set[int]] = defaultdict(set)
+        for stage in range(self.count + 1):
+            for v in self.reads(stage):
+                touches[v].add(stage)
+            for i in self.candidates[stage]:
+                for v in (*graph.nodes[i].reads, *graph.nodes[i].writes):
+                    touches[v].add(stage)
+        for v in range(len(graph.values)):
+            touches[v].add(graph.producer.get(v, -1))
+        self.small_bytes = [0] * (self.count + 1)
+        for v in self.small:
+            for stage in range(max(min(touches[v]), 0), max(touches[v]) + 1):
+                self.small_bytes[stage] += self.nbytes[v]
+        fixed = graph.pinned | self.small
+        return {v: sorted(s) for v, s in touches.items() if v not in fixed}
+
+    def _variables(self) -> None:
+        graph, model = self.graph, self.model
+        binary = BINARY
+        self.x = {
+            (v, k): model.add_var(var_type=binary)
+            for v, stages in self.touches.items()
+            for k in range(len(stages) - 1)
+        }
+        self.r = {
+            (i, t): model.add_var(var_type=binary)
+            for t in range(self.count + 1)
+            for i in self.candidates[t]
+        }
+        self.page_in, self.page_out = {}, {}
+        self.readers_in: dict[tuple[int, int], list[int]] = {}
+        for t in range(self.count + 1):
+            for i in self.candidates[t]:
+                for v in graph.nodes[i].reads:
+                    self.readers_in.setdefault((v, t), []).append(i)
+        for v, stages in self.touches.items():
+            if not (
+                self.planner.paging and graph.values[v].pageable and self.nbytes[v]
+            ):
+                continue
+            for t in stages[1:]:
+                if v in self.reads(t) or (v, t) in self.readers_in:
+                    self.page_in[v, t] = model.add_var(var_type=binary)
+            if any((v, t) in self.page_in for t in stages):
+                self.page_out[v] = model.add_var(ub=1)
+
+    def avail(self, v: int, k: int):
+        """avail(v, t) at touch k >= 1: kept since the last touch, paged in or run
+        again."""
+        t = self.touches[v][k]
+        terms = [self.x[v, k - 1]]
+        if (v, t) in self.page_in:
+            terms.append(self.page_in[v, t])
+        if (self.graph.producer.get(v), t) in self.r:
+            terms.append(self.r[self.graph.producer[v], t])
+        return xsum(terms)
+
+    def _presence_rows(self) -> None:
+        for v, stages in self.touches.items():
+            for k, t in enumerate(stages):
+                if k == 0:
+                    continue  # produced here, or an argument at the start
+                avail = self.avail(v, k)
+                if v in self.reads(t):
+                    self.model += avail == 1  # (1), (4)
+                else:
+                    self.model += avail <= 1  # (4) one copy is enough
+                    for i in self.readers_in.get((v, t), ()):
+                        self.model += self.r[i, t] <= avail  # (2)
+                    if (v, k) in self.x:
+                        self.model += self.x[v, k] <= avail  # (3)
+                if (v, t) in self.page_in:
+                    self.model += self.page_in[v, t] <= self.page_out[v]  # (5)
+                    if v not in self.reads(t):
+                        readers = [self.r[i, t] for i in self.readers_in[v, t]]
+                        self.model += self.page_in[v, t] <= xsum(readers)  # (6)
+        for i, t in self.r:
+            used = []  # (7) a rerun whose results nobody takes is idle
+            for v in self.graph.nodes[i].writes:
+                if v in self.small:
+                    continue
+                if v in self.reads(t):
+                    break
+                k = self.touches[v].index(t)
+                used += [self.x[v, k]] if (v, k) in self.x else []
+                used += [self.r[j, t] for j in self.readers_in.get((v, t), ())]
+            else:
+                self.model += self.r[i, t] <= xsum(used)
+
+    def _crossing(self, stage: int):
+        """Bytes kept over the whole of a stage in which they are not touched."""
+        return [(self.nbytes[v], self.x[v, k]) for v, k in self.crossing[stage]]
+
+    def _memory_rows(self) -> None:
+        self.covered: set[tuple[int, ...]] = set()
+        self.memory_rows: list[tuple[list[tuple[int, Any]], int]] = []
+        self.crossing: list[list[tuple[int, int]]] = [[] for _ in range(self.count + 1)]
+        for v, stages in self.touches.items():
+            for k, (start, stop) in enumerate(zip(stages, stages[1:], strict=False)):
+                for stage in range(start + 1, stop):
+                    self.crossing[stage].append((v, k))
+        # In units of the largest number, so that no coefficient is far from one.
+        self.unit = float(max([*self.nbytes, 1]))
+        if self.budget is None:
+            self.memory = self.model.add_var(name="memory")
+        else:
+            self.memory: Any = self.budget.memory_bytes / self.unit
+        for t in range(self.count):
+            node = self.graph.nodes[t]
+            present = {*node.reads, *node.writes}
+            terms = self._crossing(t)
+            for v, stages in self.touches.items():
+                if v in present or t not in stages:
+                    continue
+                k = stages.index(t)
+                if (v, k) in self.x:
+                    terms.append((self.nbytes[v], self.x[v, k]))
+            present -= self.graph.pinned | self.small
+            fixed = sum(self.nbytes[v] for v in present)
+            fixed += self.small_bytes[t] + int(self.costs.workspace_bytes[t])
+            self._add_memory_row(terms, fixed)  # (8)
+
+    def _add_memory_row(self, terms: list[tuple[int, Any]], fixed: int) -> None:
+        """Bytes of the variables in `terms` that are 1, and `fixed`, fit the budget."""
+        fixed += self.pinned_bytes
+        total = xsum(nbytes / self.unit * variable for nbytes, variable in terms)
+        self.model += total + fixed / self.unit <= self.memory
+        self.memory_rows.append((terms, fixed))
+
+    def _cover_rows(self) -> bool:
+        """(12) Forbid what broke a memory row by less than the solver's tolerance."""
+        assert self.budget is not None
+        covers = []
+        for terms, fixed in self.memory_rows:
+            chosen = [(n, variable) for n, variable in terms if variable.x > 0.5]
+            key = tuple(variable.idx for _, variable in chosen)
+            over = sum(n for n, _ in chosen) + fixed > self.budget.memory_bytes
+            if chosen and over and key not in self.covered:
+                self.covered.add(key)
+                covers.append([variable for _, variable in chosen])
+        for cover in covers:  # after all values were read: a new row discards them
+            self.model += xsum(cover) <= len(cover) - 1
+        return bool(covers)
+
+    def tighten(self, judged: Judged) -> bool:
+        """Add the rows that `judged` breaks; False if it breaks none."""
+        if (
+            self.budget is not None
+            and judged.usage.peak_bytes <= self.budget.memory_bytes
+        ):
+            return self._tighten_deadline(judged)
+        limit = (
+            self.memory.x * self.unit
+            if self.budget is None
+            else self.budget.memory_bytes
+        )
+        moments = []
+        computed: set[int] = set()
+        for row, instruction in enumerate(judged.program.instructions):
+            if not isinstance(instruction, Compute):
+                continue
+            again = instruction.node in computed
+            computed.add(instruction.node)
+            if again and judged.usage.live_bytes[row] > limit:
+                moment = instruction.node, len(computed)
+                if moment not in self.tightened:
+                    self.tightened.add(moment)
+                    moments.append(moment)
+        if not moments and self.budget is not None:
+            return self._cover_rows()
+        for moment in moments:
+            self._in_stage_rows(*moment)
+        return bool(moments)
+
+    def _in_stage_rows(self, j: int, t: int) -> None:
+        """(9) RAM while node j runs again in stage t."""
+        graph, model = self.graph, self.model
+        node = graph.nodes[j]
+        runs = self.r[j, t]
+        own = {*node.reads, *node.writes} - graph.pinned - self.small
+        need = sum(self.nbytes[v] for v in own) + int(self.costs.workspace_bytes[j])
+        terms = [*self._crossing(t), (need, runs)]
+        for v, stages in self.touches.items():
+            if v in own or t not in stages or stages[0] >= t:
+                continue
+            k = stages.index(t)
+            sources = [self.x[v, k - 1]]
+            producer = graph.producer.get(v, -1)
+            if producer < j and (producer, t) in self.r:
+                sources.append(self.r[producer, t])
+            readers = self.readers_in.get((v, t), ())
+            loads = [
+                self.page_in[v, t] + self.r[i, t] - 1
+                for i in readers
+                if i < j and (v, t) in self.page_in
+            ]
+            if v in self.reads(t):
+                uses = [1]
+            else:
+                uses = [self.r[i, t] for i in readers if i > j]
+                uses += [self.x[v, k]] if (v, k) in self.x else []
+            if not uses:
+                continue
+            alive = model.add_var(ub=1)
+            terms.append((self.nbytes[v], alive))
+            for source in sources + loads:
+                for use in uses:
+                    model += alive >= source + use + runs - 2
+        self._add_memory_row(terms, self.small_bytes[t])
+
+    def _tighten_deadline(self, judged: Judged) -> bool:
+        """A plan that stalls beyond the deadline: ask for one that is faster by
+        that."""
+        if self.budget is None or self.budget.seconds is None:
+            return False
+        late = judged.usage.seconds - self.budget.seconds
+        if late <= 0 or self.deadline <= 0:
+            return False
+        self.is_relaxation = False
+        self.deadline -= late
+        self.model += self.seconds <= self.deadline
+        return True
+
+    def _store_rows(self) -> None:
+        """(10) Room on storage: what is still to be paged in at or after a stage."""
+        if self.budget is None or self.budget.store_bytes is None:
+            return
+        stored = defaultdict(list)
+        for v in self.page_out:
+            later = [t for t in self.touches[v] if (v, t) in self.page_in]
+            for stage in range(max(self.touches[v][0], 0), later[-1]):
+                held = self.model.add_var(ub=1)
+                for t in later:
+                    if t > stage:
+                        self.model += held >= self.page_in[v, t]
+                stored[stage].append(self.nbytes[v] / self.unit * held)
+        for terms in stored.values():
+            self.model += xsum(terms) <= self.budget.store_bytes / self.unit
+
+    def _objective(self) -> None:
+        """Joules or seconds of the whole step; (11) seconds are at least each
+        lane's."""
+        costs = self.costs
+        if self.budget is None:
+            self.objective_unit = self.unit
+            self.model.objective = self.memory * 1.0
+            return
+        joules = [float(costs.joules[i]) * r for (i, _), r in self.r.items()]
+        seconds = [float(costs.seconds[i]) * r for (i, _), r in self.r.items()]
+        storage = []
+        for cost, lane in (
+            (costs.page_in_joules, joules),
+            (costs.page_in_seconds, storage),
+        ):
+            lane.extend(float(cost[v]) * y for (v, _), y in self.page_in.items())
+        for cost, lane in (
+            (costs.page_out_joules, joules),
+            (costs.page_out_seconds, storage),
+        ):
+            lane.extend(float(cost[v]) * y for v, y in self.page_out.items())
+        total = self.seconds = self.model.add_var(name="seconds")
+        self.model += total >= float(costs.seconds.sum()) + xsum(seconds)
+        self.model += total >= xsum(storage)
+        if self.budget.seconds is not None:
+            self.deadline = self.budget.seconds
+            self.model += total <= self.deadline
+        value = total
+        if self.planner.objective == "energy":
+            once = float(costs.joules.sum())
+            value = once + xsum(joules) + costs.static_watts * total
+        # Solvers stop at absolute differences too, so keep-all counts as 1000.
+        keep_all = keep_all_objective(costs, self.planner.objective)
+        self.objective_unit = keep_all / 1000 or 1.0
+        self.model.objective = value * (1 / self.objective_unit)
+
+    def solve(self, seconds: float, start: Judged | None):
+        """(stages or None, a lower bound in the objective's unit)."""
+        self.statistics["rounds"] += 1
+        if start is not None:
+            self.model.start = self._start(start)
+        self.model.optimize(max_seconds=seconds)
+        bound = (bound_of(self.model) or 0.0) * self.objective_unit
+        if not self.model.num_solutions:
+            return None, bound
+        stages = Stages.empty(self.graph)
+        for (i, t), variable in self.r.items():
+            if variable.x > 0.5:
+                stages.reruns[t].add(i)
+        for (v, t), variable in self.page_in.items():
+            if variable.x > 0.5:
+                stages.page_ins[t].add(v)
+                stages.page_outs.add(v)
+        return stages, bound
+
+    def _start(self, judged: Judged):
+        """The plan `judged` as values of the binaries, as far as it has such values."""
+        computed: set[int] = set()
+        reruns: set[tuple[int, int]] = set()
+        page_ins: list[tuple[int, int]] = []
+        reads: set[tuple[int, int]] = set()
+        for action in judged.actions:
+            stage = len(computed)
+            match action:
+                case Compute(number):
+                    if number in computed:
+                        reruns.add((number, stage))
+                    computed.add(number)
+                    reads.update((v, stage) for v in self.graph.nodes[number].reads)
+                case PageIn(value):
+                    page_ins.append((value, stage))
+        reads.update((v, self.count) for v in self.graph.outputs)
+        arrived = set()
+        for v, stage in page_ins:  # prefetched: it counts where it is first read
+            later = [t for u, t in reads if u == v and t >= stage]
+            if later:
+                arrived.add((v, min(later)))
+        start = [(y, float(key in reruns)) for key, y in self.r.items()]
+        start += [(y, float(key in arrived)) for key, y in self.page_in.items()]
+        for v, stages in self.touches.items():
+            new = {
+                t
+                for t in stages[1:]
+                if (v, t) in arrived or (self.graph.producer.get(v), t) in reruns
+            }
+            used = {t for t in stages if (v, t) in reads}
+            kept = False
+            for k in range(len(stages) - 2, -1, -1):
+                after = stages[k + 1]
+                kept = after not in new and (kept or after in used)
+                start.append((self.x[v, k], float(kept)))
+        return start

@@ -1,0 +1,60 @@
+"""Checkpoint every sqrt(N)-th node (Chen et al. 2016, arXiv 1604.06174)."""
+
+import math
+import time
+
+from poet_jax.graph import Graph
+from poet_jax.plan import Budget, Plan, Stages
+from poet_jax.planners.judge import (
+    budget_too_small,
+    fits,
+    judge,
+    keep_all_objective,
+    keep_everything,
+)
+from poet_jax.price import Costs
+
+
+def sqrt(graph: Graph, costs: Costs, budget: Budget) -> Plan:
+    """Keep only what crosses a segment; run each segment again before its backward.
+
+    The F forward nodes are cut into sqrt(F) segments. Keep-all is returned where it
+    fits. Raises BudgetTooSmall with the bytes that this one schedule needs.
+    """
+    since = time.monotonic()
+    judged = keep_everything(graph, costs)
+    if not fits(judged.usage, budget):
+        segments = judge(graph, costs, _stages(graph).actions(graph))
+        if segments.usage.peak_bytes < judged.usage.peak_bytes:
+            judged = segments
+    if not fits(judged.usage, budget):
+        raise budget_too_small(graph, costs, budget, judged, "sqrt", exact=True)
+    return judged.plan("sqrt", since, bound=keep_all_objective(costs, "energy"))
+
+
+def _stages(graph: Graph) -> Stages:
+    stages = Stages.empty(graph)
+    backward = [number for number, node in enumerate(graph.nodes) if node.backward]
+    forward = backward[0] if backward else len(graph.nodes)
+    length = max(1, math.isqrt(max(forward - 1, 0)) + 1)
+    for start in range(0, forward - length, length):
+        segment = range(start, start + length)
+        inside = {v for n in segment for v in graph.nodes[n].writes}
+        dropped = {
+            v
+            for v in inside
+            if graph.nodes[graph.producer[v]].repeatable
+            and v not in graph.outputs
+            and any(r >= forward for r in graph.readers[v])
+            and not any(start + length <= r < forward for r in graph.readers[v])
+        }
+        if not dropped:
+            continue
+        first = min(r for v in dropped for r in graph.readers[v] if r >= forward)
+        needed = set(dropped)
+        for number in reversed(segment):
+            node = graph.nodes[number]
+            if node.repeatable and needed.intersection(node.writes):
+                stages.reruns[first].add(number)
+                needed.update(inside.intersection(node.reads))
+    return stages

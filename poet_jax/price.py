@@ -1,0 +1,202 @@
+"""Price a graph on a device: seconds and joules of every node and every transfer."""
+
+import dataclasses
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from poet_jax.compile import (
+    Executable,
+    compile_nodes,
+    is_recycled,
+    progress,
+    signature,
+)
+from poet_jax.device import DeviceProfile, best_seconds
+from poet_jax.graph import Equation, Graph, Node, Value, read_instance
+from poet_jax.units import format_joules, format_seconds
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Costs:
+    """What computing and moving things costs; N nodes, V values.
+
+    Attributes:
+      seconds, joules: [N] of one run of each node; joules over idle.
+      workspace_bytes: [N] allocated while the node runs, beside operands and results.
+      nbytes: [V] of each value in RAM and on storage.
+      page_in_seconds, page_out_seconds, page_in_joules, page_out_joules: [V].
+      static_watts: drawn for as long as the step takes.
+    """
+
+    seconds: np.ndarray
+    joules: np.ndarray
+    workspace_bytes: np.ndarray
+    nbytes: np.ndarray
+    page_in_seconds: np.ndarray
+    page_out_seconds: np.ndarray
+    page_in_joules: np.ndarray
+    page_out_joules: np.ndarray
+    static_watts: float = 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"costs of {len(self.seconds)} nodes, each run once: "
+            f"{format_seconds(self.seconds.sum())}, "
+            f"{format_joules(self.joules.sum())} and {self.static_watts:g} W throughout"
+        )
+
+
+def price(graph: Graph, device: DeviceProfile) -> Costs:
+    """Costs of `graph` on `device`.
+
+    Seconds of a node are measured on this machine, once per distinct signature, if
+    `device.measured`; otherwise dispatch_seconds + max(FLOPs / flops_per_second,
+    bytes / bytes_per_second), a roofline. Joules are FLOPs / flops_per_joule, or for a
+    measured device seconds times its compute power. Workspaces are XLA's own
+    `memory_analysis` of the compiled node on this machine.
+    """
+    executables = compile_nodes(graph)
+    if device.measured:
+        seconds = _measure(graph, executables)
+        joules = seconds * device.compute_watts
+    else:
+        flops = np.array([node_flops(node) for node in graph.nodes], float)
+        traffic = np.array([_node_bytes(graph, node) for node in graph.nodes], float)
+        busy = np.maximum(
+            flops / device.flops_per_second, traffic / device.bytes_per_second
+        )
+        seconds = device.dispatch_seconds + busy
+        joules = flops / device.flops_per_joule
+    nbytes = np.array([value.nbytes for value in graph.values], np.int64)
+    page_in = np.array([device.page_in_seconds(int(n)) for n in nbytes], float)
+    page_out = np.array([device.page_out_seconds(int(n)) for n in nbytes], float)
+    return Costs(
+        seconds=seconds,
+        joules=joules,
+        workspace_bytes=np.array([x.workspace_bytes for x in executables], np.int64),
+        nbytes=nbytes,
+        page_in_seconds=page_in,
+        page_out_seconds=page_out,
+        page_in_joules=page_in * device.paging_watts,
+        page_out_joules=page_out * device.paging_watts,
+        static_watts=device.static_watts,
+    )
+
+
+def load_instance(path: str | os.PathLike) -> tuple[Graph, Costs]:
+    """A planner instance from JSON: a graph that did not come from a jaxpr, with costs.
+
+    `graph.read_instance` gives the format. Raises ValueError for a cost that is
+    negative or not a number.
+    """
+    graph, rows = read_instance(path)
+
+    def column(name: str) -> np.ndarray:
+        for row in rows:
+            cost = row.get(name)
+            if not (isinstance(cost, int | float) and 0 <= cost < float("inf")):
+                raise ValueError(
+                    f"{os.fspath(path)} gives node {row['name']!r} the {name} "
+                    f"{cost!r}. A cost is a finite, non-negative number. Correct that "
+                    "entry."
+                )
+        return np.array([row[name] for row in rows], float)
+
+    return graph, Costs(
+        seconds=column("seconds"),
+        joules=column("joules"),
+        workspace_bytes=np.zeros(len(rows), np.int64),
+        nbytes=column("bytes").astype(np.int64),
+        page_in_seconds=column("page_in_seconds"),
+        page_out_seconds=column("page_out_seconds"),
+        page_in_joules=column("page_in_joules"),
+        page_out_joules=column("page_out_joules"),
+    )
+
+
+def node_flops(node: Node) -> float:
+    """FLOPs of one run of the node, by the rule of each equation."""
+    return sum(map(_equation_flops, node.equations))
+
+
+def _equation_flops(equation: Equation) -> float:
+    """2 per multiply-add of a contraction; 1 per element read by a reduction, per
+    element written otherwise; control flow as many times its body as it runs."""
+    if equation.inner:
+        return sum(
+            runs * sum(map(_equation_flops, body)) for body, runs in equation.inner
+        )
+    written = sum(_size(shape) for shape in equation.result_shapes)
+    name = equation.primitive.name
+    if name == "dot_general":
+        (contracting, _), _ = equation.params["dimension_numbers"]
+        left = equation.operand_shapes[0].shape
+        return 2.0 * written * np.prod([left[d] for d in contracting], initial=1.0)
+    if name == "conv_general_dilated":
+        kernel = equation.operand_shapes[1].shape
+        out_channel = equation.params["dimension_numbers"].rhs_spec[0]
+        return 2.0 * written * np.prod(kernel) / max(kernel[out_channel], 1)
+    if name.startswith(("reduce", "arg", "cum", "select_and")):
+        return float(sum(_size(shape) for shape in equation.operand_shapes))
+    if name in _MOVES_ONLY:
+        return 0.0
+    return float(written)
+
+
+_MOVES_ONLY = frozenset(
+    "reshape broadcast_in_dim transpose squeeze expand_dims slice dynamic_slice rev "
+    "dynamic_update_slice concatenate pad gather copy iota convert_element_type "
+    "bitcast_convert_type stop_gradient random_wrap random_unwrap".split()
+)
+
+
+def _size(shape: jax.ShapeDtypeStruct) -> int:
+    return int(np.prod(shape.shape, dtype=np.int64))
+
+
+def _node_bytes(graph: Graph, node: Node) -> int:
+    return sum(graph.values[v].nbytes for v in (*node.reads, *node.writes))
+
+
+def _measure(graph: Graph, executables) -> np.ndarray:
+    """[N] seconds on this machine, each distinct signature run a few times on zeros."""
+    first: dict[tuple, int] = {}
+    keys = [signature(graph, node) for node in graph.nodes]
+    for number, key in enumerate(keys):
+        first.setdefault(key, number)
+    seconds = {}
+    for key, number in progress(first.items(), len(first), "timing nodes"):
+        node = graph.nodes[number]
+        if not node.repeatable:
+            seconds[key] = 0.0  # it has effects, which pricing must not cause
+            continue
+        operands = [_zeros(graph.values[v]) for v in node.reads]
+        seconds[key] = _best_seconds(executables[number], operands)
+    return np.array([seconds[key] for key in keys], float)
+
+
+def _best_seconds(executable: Executable, operands: list[jax.Array]) -> float:
+    """Each run writes into the results of the last, as in the executor."""
+    into = None
+
+    def run():
+        nonlocal into
+        results = executable(*operands, into=into)
+        into = [x for x in results if is_recycled((x.shape, x.dtype))]
+        return results
+
+    return best_seconds(run)
+
+
+def _zeros(value: Value) -> jax.Array:
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        data = jax.eval_shape(jax.random.key_data, value.aval)
+        impl = str(value.dtype.name).removeprefix("key<").removesuffix(">")
+        names = {"fry": "threefry2x32", "urbg": "unsafe_rbg"}
+        return jax.random.wrap_key_data(
+            jnp.zeros(data.shape, data.dtype), impl=names.get(impl, impl)
+        )
+    return jnp.zeros(value.shape, value.dtype)

@@ -1,0 +1,172 @@
+"""The referee: what a program uses, byte by byte and second by second."""
+
+import dataclasses
+
+import numpy as np
+
+from poet_jax.errors import PlanInvalid
+from poet_jax.plan import Compute, PageIn, PageOut
+from poet_jax.price import Costs
+from poet_jax.program import Free, Program
+from poet_jax.units import format_bytes, format_joules, format_seconds
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Usage:
+    """What a program uses.
+
+    Attributes:
+      peak_bytes: most RAM at any instant.
+      store_bytes: most storage at any instant.
+      seconds: until both lanes are done.
+      joules: compute + paging + static_watts * seconds.
+      live_bytes: [I] RAM while each instruction runs.
+      start_seconds, stop_seconds: [I] on the lane of the instruction.
+      bytes_paged_in, bytes_paged_out: in all.
+      compute_seconds: of the computes alone.
+    """
+
+    peak_bytes: int
+    store_bytes: int
+    seconds: float
+    joules: float
+    live_bytes: np.ndarray
+    start_seconds: np.ndarray
+    stop_seconds: np.ndarray
+    bytes_paged_in: int
+    bytes_paged_out: int
+    compute_seconds: float
+
+    @property
+    def peak_instruction(self) -> int:
+        return int(np.argmax(self.live_bytes)) if len(self.live_bytes) else 0
+
+    def __str__(self) -> str:
+        return (
+            f"peak {format_bytes(self.peak_bytes)}, storage "
+            f"{format_bytes(self.store_bytes)}, {format_seconds(self.seconds)}, "
+            f"{format_joules(self.joules)} (modelled)"
+        )
+
+
+def simulate(program: Program, costs: Costs) -> Usage:
+    """Judge `program` by the rules that the executor follows.
+
+    Memory: everything in RAM counts; while a node runs, so do its results and its
+    workspace; a page-in counts from the moment it is issued. Time: two lanes, compute
+    and storage, each in order; a transfer starts when its instruction is reached and
+    its lane is free, a compute waits for the page-ins it reads, a free waits for the
+    page-out. Raises PlanInvalid if a value is read that is not in RAM.
+    """
+    graph = program.graph
+    nbytes = [int(n) for n in costs.nbytes]
+    resident = set(graph.initial)
+    live = sum(nbytes[v] for v in resident)
+    peak = live
+    stored: dict[int, int] = {}
+    store = store_peak = 0
+    paged_in = paged_out = 0
+    compute_lane = storage_lane = compute_seconds = joules = 0.0
+    in_done: dict[int, float] = {}
+    out_done: dict[int, float] = {}
+    rows = len(program.instructions)
+    live_bytes = np.zeros(rows, np.int64)
+    starts, stops = np.zeros(rows), np.zeros(rows)
+
+    def require(value: int) -> None:
+        if value not in resident:
+            raise PlanInvalid(
+                f"The program reads {graph.values[value].name!r}, which is not in RAM "
+                "at that point. A program from lower(graph, plan) never does. Lower "
+                "the plan again instead of editing its instructions."
+            )
+
+    for row, instruction in enumerate(program.instructions):
+        match instruction:
+            case Compute(number):
+                node = graph.nodes[number]
+                start = compute_lane
+                for value in node.reads:
+                    require(value)
+                    start = max(start, in_done.pop(value, 0.0))
+                live += sum(nbytes[v] for v in node.writes if v not in resident)
+                resident.update(node.writes)
+                live_bytes[row] = live + int(costs.workspace_bytes[number])
+                stop = compute_lane = start + float(costs.seconds[number])
+                compute_seconds += float(costs.seconds[number])
+                joules += float(costs.joules[number])
+            case PageOut(value):
+                require(value)
+                stored[value] = nbytes[value]
+                store += nbytes[value]
+                paged_out += nbytes[value]
+                live_bytes[row] = live
+                start = max(storage_lane, compute_lane, in_done.get(value, 0.0))
+                stop = storage_lane = start + float(costs.page_out_seconds[value])
+                out_done[value] = stop
+                joules += float(costs.page_out_joules[value])
+            case PageIn(value):
+                if value not in stored:
+                    raise PlanInvalid(
+                        f"The program pages in {graph.values[value].name!r}, which is "
+                        "not on storage. A value is paged out before it is paged in. "
+                        "Lower the plan again instead of editing its instructions."
+                    )
+                live += nbytes[value] if value not in resident else 0
+                resident.add(value)
+                paged_in += nbytes[value]
+                live_bytes[row] = live
+                start = max(storage_lane, compute_lane)
+                stop = storage_lane = start + float(costs.page_in_seconds[value])
+                in_done[value] = stop
+                joules += float(costs.page_in_joules[value])
+            case Free(value):
+                require(value)
+                live_bytes[row] = live
+                start = compute_lane
+                stop = compute_lane = max(
+                    start, out_done.pop(value, 0.0), in_done.pop(value, 0.0)
+                )
+                resident.remove(value)
+                live -= nbytes[value]
+        peak = max(peak, int(live_bytes[row]))
+        starts[row], stops[row] = start, stop
+        store_peak = max(store_peak, store)
+        if isinstance(instruction, PageIn) and program.last_page_in[value] == row:
+            store -= stored.pop(value)
+    for value in graph.outputs:
+        require(value)
+    seconds = max(compute_lane, storage_lane)
+    return Usage(
+        peak_bytes=peak,
+        store_bytes=store_peak,
+        seconds=seconds,
+        joules=joules + costs.static_watts * seconds,
+        live_bytes=live_bytes,
+        start_seconds=starts,
+        stop_seconds=stops,
+        bytes_paged_in=paged_in,
+        bytes_paged_out=paged_out,
+        compute_seconds=compute_seconds,
+    )
+
+
+def alive_at_peak(
+    program: Program, costs: Costs, usage: Usage
+) -> tuple[str, list[int]]:
+    """The node running at the peak, and the values alive there, largest first."""
+    graph = program.graph
+    resident = set(graph.initial)
+    node = "the start of the step"
+    for row, instruction in enumerate(
+        program.instructions[: usage.peak_instruction + 1]
+    ):
+        match instruction:
+            case Compute(number):
+                resident.update(graph.nodes[number].writes)
+                node = graph.nodes[number].name
+            case PageIn(value):
+                resident.add(value)
+            case Free(value) if row < usage.peak_instruction:
+                resident.remove(value)
+    return node, sorted(resident, key=lambda v: (-int(costs.nbytes[v]), v))

@@ -1,0 +1,381 @@
+"""The transformation: `schedule` a function within a budget, as `jax.jit` compiles
+it."""
+
+import dataclasses
+import functools
+import inspect
+import json
+import logging
+import os
+import reprlib
+import types
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from poet_jax import explain
+from poet_jax.coarsen import coarsen
+from poet_jax.device import DeviceProfile, host
+from poet_jax.errors import CannotTrace, ClosesOverTracer, PlanInvalid
+from poet_jax.executors.host import HostExecutor, Run, Runner
+from poet_jax.graph import Graph
+from poet_jax.order import order
+from poet_jax.plan import (
+    Budget,
+    BudgetLike,
+    Plan,
+    Planner,
+    parse_budget,
+    plan_from_dict,
+    plan_to_dict,
+    save_json,
+)
+from poet_jax.planners.judge import fits, keep_everything
+from poet_jax.planners.milp import MilpPlanner
+from poet_jax.price import Costs, price
+from poet_jax.program import Program, lower
+from poet_jax.simulate import Usage, simulate
+from poet_jax.trace import trace
+from poet_jax.units import format_bytes
+
+logger = logging.getLogger("poet_jax")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """A plan with everything that led to it and follows from it.
+
+    Attributes:
+      graph, costs, budget, plan, program: see their types.
+      usage: what the program uses.
+      baseline: what keep-all uses.
+    """
+
+    graph: Graph
+    costs: Costs
+    budget: Budget
+    plan: Plan
+    program: Program
+    usage: Usage
+    baseline: Usage
+
+    @classmethod
+    def of(cls, graph: Graph, costs: Costs, budget: Budget, plan: Plan) -> "Schedule":
+        """Lower and simulate `plan`."""
+        program = lower(graph, plan)
+        usage = simulate(program, costs)
+        baseline = keep_everything(graph, costs).usage
+        return cls(graph, costs, budget, plan, program, usage, baseline)
+
+    def __str__(self) -> str:
+        return explain.table(
+            self.graph, self.budget, self.plan, self.program, self.usage, self.baseline
+        )
+
+    def plot(self, path: str | os.PathLike) -> None:
+        """Write a figure of live bytes over the planned step to `path`."""
+        explain.plot(path, self.budget, self.program, self.usage, self.baseline)
+
+    def to_json(self, path: str | os.PathLike) -> None:
+        """Write budget, plan and costs to `path`; `from_json` reads them."""
+        costs = {
+            name: value.tolist() if isinstance(value, np.ndarray) else value
+            for name, value in vars(self.costs).items()
+        }
+        data = {
+            "budget": dataclasses.asdict(self.budget),
+            "plan": plan_to_dict(self.graph, self.plan),
+            "costs": costs,
+        }
+        save_json(path, data)
+
+    def from_json(self, path: str | os.PathLike) -> "Schedule":
+        """The schedule saved at `path`, for this schedule's graph.
+
+        A graph holds code, which a JSON file does not: trace it again with
+        `Scheduled.plan`, or any planner, and read the saved plan into the result.
+        Raises PlanInvalid if the file is of another graph.
+        """
+        with open(path) as file:
+            data = json.load(file)
+        plan = plan_from_dict(self.graph, data["plan"])
+        columns: dict[str, Any] = {
+            name: np.array(value) if isinstance(value, list) else value
+            for name, value in data["costs"].items()
+        }
+        costs = Costs(**columns)
+        return Schedule.of(self.graph, costs, Budget(**data["budget"]), plan)
+
+
+def make_schedule(
+    graph: Graph, costs: Costs, budget: BudgetLike, planner: Planner
+) -> Schedule:
+    """Plan `graph` within `budget` and check the plan in the simulator.
+
+    Raises BudgetTooSmall, and PlanInvalid for a planner whose plan exceeds the budget.
+    """
+    keep_all_bytes = keep_everything(graph, costs).usage.peak_bytes
+    budget = parse_budget(budget, keep_all_bytes)
+    if budget.memory_bytes >= keep_all_bytes:
+        logger.info(
+            "the budget, %s, covers the %s that keep-all needs: nothing is repeated or "
+            "paged",
+            budget,
+            format_bytes(keep_all_bytes),
+        )
+    plan = planner(graph, costs, budget)
+    schedule = Schedule.of(graph, costs, budget, plan)
+    if not fits(schedule.usage, budget):
+        raise PlanInvalid(
+            f"{plan.planner} was asked for a plan within {budget}, and its plan uses "
+            f"{schedule.usage}. Its own rules allow that plan, the simulator's do not. "
+            "Type a larger budget for it, or use poet_jax.MilpPlanner()."
+        )
+    return schedule
+
+
+class Scheduled:
+    """A function that runs within a budget; made by `schedule`.
+
+    Like the result of `jax.jit`, it is traced and planned at the first call, and again
+    when the structure, shapes, dtypes or static arguments change. Under an outer JAX
+    transformation it is the plain jitted function.
+    """
+
+    def __init__(
+        self,
+        fun: Callable,
+        budget: BudgetLike,
+        *,
+        device: DeviceProfile | None,
+        planner: Planner | None,
+        executor: Callable[[Program], Any] | None,
+        **jit_options: Any,
+    ):
+        functools.update_wrapper(self, fun)
+        self._name = getattr(fun, "__name__", type(fun).__name__)
+        parse_budget(budget)
+        self.budget = budget
+        self.device = device
+        self.planner = planner if planner is not None else MilpPlanner()
+        self.executor = executor if executor is not None else HostExecutor()
+        # An option that is given, even if empty, keeps jax.jit from inferring it.
+        given = {name: x for name, x in jit_options.items() if x not in ((), [])}
+        self._jitted = jax.jit(fun, **given)
+        self._static = _StaticArguments(fun, **jit_options)
+        self._schedules: dict[Any, Schedule] = {}
+        self._runners: dict[Any, Runner] = {}
+        self._latest: Any = None
+        self._last_run: Run | None = None
+
+    @property
+    def last_run(self) -> Run | None:
+        """What the latest call measured; None before the first."""
+        return self._last_run
+
+    def plan(self, *args: Any, **kwargs: Any) -> Schedule:
+        """The schedule for arguments like these: arrays or `jax.ShapeDtypeStruct`s.
+
+        The function does not run and its arguments are not allocated; nodes are
+        compiled and, for a measured device, timed. Raises CannotTrace and
+        BudgetTooSmall.
+        """
+        return self._plan(self._key(args, kwargs), args, kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
+            return self._jitted(*args, **kwargs)
+        try:
+            return self._run(args, kwargs)
+        except ClosesOverTracer:
+            return self._jitted(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Bind as a method, as functions do."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def _run(self, args, kwargs) -> Any:
+        key = self._key(args, kwargs)
+        if key not in self._runners:
+            schedule = self._plan(key, args, kwargs)
+            self._runners[key] = self.executor(schedule.program)
+        self._latest = key
+        runner = self._runners[key]
+        dynamic_args, dynamic_kwargs = self._static.remove(args, kwargs)
+        with jax.ensure_compile_time_eval():  # an outer function may be being traced
+            result = runner(*dynamic_args, **dynamic_kwargs)
+        self._last_run = runner.last_run
+        return result
+
+    def _key(self, args, kwargs):
+        dynamic = self._static.remove(args, kwargs)
+        leaves, tree = jax.tree.flatten(dynamic)
+        return self._static.keep(args, kwargs), tree, tuple(map(_aval, leaves))
+
+    def _plan(self, key, args, kwargs) -> Schedule:
+        if key not in self._schedules:
+            reason = _difference(self._latest, key)
+            if reason:
+                logger.warning("planning %s again: %s", self._name, reason)
+            try:
+                graph = order(coarsen(trace(self._jitted, *args, **kwargs)))
+            except CannotTrace as error:
+                if not reason or isinstance(error, ClosesOverTracer):
+                    raise
+                raise CannotTrace(
+                    f"{error} What changed since the last call: {reason}."
+                ) from error
+            with jax.ensure_compile_time_eval():
+                device = self.device if self.device is not None else host()
+                costs = price(graph, device)
+            self._schedules[key] = make_schedule(
+                graph, costs, self.budget, self.planner
+            )
+            self._latest = key
+        return self._schedules[key]
+
+
+class _StaticArguments:
+    """Which arguments are static, by position and by name, as `jax.jit` infers it."""
+
+    def __init__(
+        self, fun, *, static_argnums=(), static_argnames=(), donate_argnums=()
+    ):
+        nums = {static_argnums} if isinstance(static_argnums, int) else static_argnums
+        names = (
+            {static_argnames} if isinstance(static_argnames, str) else static_argnames
+        )
+        self.nums, self.names = set(nums), set(names)
+        try:
+            parameters = list(inspect.signature(fun).parameters)
+        except (TypeError, ValueError):
+            parameters = []
+        if self.names and not self.nums:
+            self.nums = {i for i, name in enumerate(parameters) if name in self.names}
+        elif self.nums and not self.names:
+            self.names = {parameters[i] for i in self.nums if i < len(parameters)}
+
+    def _is_static(self, number: int, args: Sequence) -> bool:
+        return number in self.nums or number - len(args) in self.nums
+
+    def remove(self, args, kwargs):
+        return (
+            tuple(x for i, x in enumerate(args) if not self._is_static(i, args)),
+            {name: x for name, x in kwargs.items() if name not in self.names},
+        )
+
+    def keep(self, args, kwargs):
+        return (
+            tuple(
+                (i, x, type(x)) for i, x in enumerate(args) if self._is_static(i, args)
+            ),
+            tuple(
+                (n, x, type(x)) for n, x in sorted(kwargs.items()) if n in self.names
+            ),
+        )
+
+
+def _aval(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.shape, str(leaf.dtype), bool(getattr(leaf, "weak_type", False))
+    try:
+        aval = jax.typeof(leaf)
+    except TypeError:
+        return type(leaf), "", False
+    dtype = str(jax.dtypes.canonicalize_dtype(aval.dtype, allow_extended_dtype=True))
+    return aval.shape, dtype, bool(getattr(aval, "weak_type", False))
+
+
+def _difference(old: Any, new: Any) -> str:
+    """Why `new` needs a plan of its own, in words; empty if `old` is None."""
+    if old is None:
+        return ""
+    if old[0] != new[0]:
+        before, after = (
+            ", ".join(f"{name}={_brief(x)}" for name, x, _ in (*nums, *names))
+            for nums, names in (old[0], new[0])
+        )
+        return f"the static arguments were {before}, now {after}"
+    if old[1] != new[1]:
+        return f"the arguments' structure was {old[1]}, now {new[1]}"
+    numbered = jax.tree.unflatten(new[1], range(len(new[2])))
+    names = [
+        jax.tree_util.keystr(path)
+        for path, _ in jax.tree_util.tree_leaves_with_path(numbered)
+    ]
+    changes = [
+        f"{name} was {_show(a)}, now {_show(b)}"
+        for name, a, b in zip(names, old[2], new[2], strict=True)
+        if a != b
+    ]
+    return "; ".join(changes[:3]) + (" and more" if len(changes) > 3 else "")
+
+
+def _brief(x: Any) -> str:
+    return reprlib.repr(x) if isinstance(x, str | int | float) else type(x).__name__
+
+
+def _show(aval) -> str:
+    shape, dtype, weak = aval
+    return f"{dtype}{list(shape) if isinstance(shape, tuple) else shape}" + (
+        " (weak)" if weak else ""
+    )
+
+
+def schedule(
+    fun: Callable | None = None,
+    budget: BudgetLike | None = None,
+    *,
+    device: DeviceProfile | None = None,
+    planner: Planner | None = None,
+    executor: Callable[[Program], Any] | None = None,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    donate_argnums: int | Iterable[int] = (),
+) -> Any:
+    """Run `fun` within a memory budget: a drop-in for `jax.jit`, also as a decorator.
+
+    Args:
+      fun: any function that JAX can trace.
+      budget: a `Budget`, a number of bytes, `"64MiB"`, or `"30%"` of keep-all's bytes.
+      device: prices the plan; this machine as measured by default.
+      planner: `MilpPlanner()` by default.
+      executor: `HostExecutor()` by default.
+      static_argnums, static_argnames, donate_argnums: as for `jax.jit`.
+
+    Returns a `Scheduled`; its call raises BudgetTooSmall, CannotTrace, PageStoreError.
+    Raises ValueError for a budget that cannot be read.
+    """
+    options: dict[str, Any] = dict(
+        device=device,
+        planner=planner,
+        executor=executor,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+    )
+    if not callable(fun):
+        given = fun if budget is None else budget
+        return functools.partial(schedule, budget=given, **options)
+    if budget is None:
+        raise ValueError(
+            "schedule was called without a budget. It needs one: bytes, a size, a "
+            'percentage or a Budget. Type schedule(fun, "64MiB").'
+        )
+    return Scheduled(fun, budget, **options)
+
+
+def value_and_grad(
+    fun: Callable,
+    budget: BudgetLike,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **schedule_options: Any,
+) -> Scheduled:
+    """`jax.value_and_grad(fun, argnums, has_aux)` within a budget; see `schedule`."""
+    return schedule(
+        jax.value_and_grad(fun, argnums, has_aux), budget, **schedule_options
+    )

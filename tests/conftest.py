@@ -1,0 +1,28 @@
+"""One hypothesis profile for all tests: the same examples on every run."""
+
+import hypothesis
+import pytest
+
+import poet_jax
+
+hypothesis.settings.register_profile(
+    "poet_jax",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=50,
+    suppress_health_check=[
+        hypothesis.HealthCheck.too_slow,
+        hypothesis.HealthCheck.data_too_large,
+        hypothesis.HealthCheck.function_scoped_fixture,
+    ],
+)
+hypothesis.settings.load_profile("poet_jax")
+
+
+@pytest.fixture(params=["HostStore", "FileStore"])
+def store(request, tmp_path):
+    """Each kind of page store, empty."""
+    if request.param == "HostStore":
+        return poet_jax.HostStore()
+    return poet_jax.FileStore(tmp_path)

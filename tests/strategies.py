@@ -1,0 +1,286 @@
+"""Random graphs, costs and programs, the planners, a store that keeps a record, and the
+brute-force search that planners are held against."""
+
+import heapq
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+
+import poet_jax
+from poet_jax.planners.judge import floor_bytes, keep_everything
+
+DEVICE = poet_jax.devices.RASPBERRY_PI_4
+
+
+def solvers(**options):
+    """The two solvers, at a gap below any difference between two plans' costs."""
+    return {
+        name: poet_jax.MilpPlanner(name, gap=1e-7, time_limit_seconds=20, **options)
+        for name in ("CBC", "HIGHS")
+    }
+
+
+HEURISTICS = {
+    "keep_all": poet_jax.keep_all,
+    "sqrt": poet_jax.sqrt,
+    "greedy": poet_jax.greedy,
+    "paging_only": poet_jax.paging_only,
+}
+PLANNERS = HEURISTICS | solvers()
+
+
+def peak_bytes(graph, costs) -> int:
+    """Keep-all's peak."""
+    return keep_everything(graph, costs).usage.peak_bytes
+
+
+def attempt(planner, graph, costs, budget):
+    """The plan, or the BudgetTooSmall that was raised."""
+    if not isinstance(budget, poet_jax.Budget):
+        budget = poet_jax.Budget(budget)
+    try:
+        return planner(graph, costs, budget)
+    except poet_jax.BudgetTooSmall as error:
+        return error
+
+
+@st.composite
+def graphs(draw, min_nodes=4, max_nodes=9, static_watts=(0.0, 0.5)):
+    """(graph, costs) without equations: small whole numbers, so that two plans cost
+    either the same or visibly different amounts."""
+    count = draw(st.integers(min_nodes, max_nodes))
+    kind = draw(st.sampled_from([training_graph, random_graph]))
+    # Numbers of hypothesis's own are mostly zero; those of a seed are spread out.
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    graph = kind(rng, count)
+    size = len(graph.values)
+    return graph, poet_jax.Costs(
+        seconds=rng.integers(1, 10, count).astype(float),
+        joules=rng.integers(1, 10, count).astype(float),
+        workspace_bytes=rng.integers(0, 5, count),
+        nbytes=np.array([v.nbytes for v in graph.values], np.int64),
+        page_in_seconds=rng.integers(0, 10, size).astype(float),
+        page_out_seconds=rng.integers(0, 10, size).astype(float),
+        page_in_joules=rng.integers(0, 10, size).astype(float),
+        page_out_joules=rng.integers(0, 10, size).astype(float),
+        static_watts=draw(st.sampled_from(static_watts)),
+    )
+
+
+def random_value(rng, name):
+    """At times without bytes; at times, like a typed PRNG key, never paged."""
+    nbytes = 0 if rng.random() < 0.08 else int(rng.integers(1, 13))
+    return poet_jax.Value(name, nbytes, pageable=rng.random() > 0.12)
+
+
+def training_graph(rng, count):
+    """A forward chain, and a backward one that reads it in reverse.
+
+    x -> n0 -> n1 -> n2 ...
+          |     |     |
+         n5 <- n4 <- n3          each nK at times writes twice, at times has effects
+    """
+    forward = (count + 1) // 2
+    values, nodes = [random_value(rng, "x")], []
+    for number in range(count):
+        mirror = count - 1 - number
+        reads = {nodes[-1].writes[-1] if nodes else 0}
+        if number >= forward:
+            reads.add(nodes[mirror].writes[0])
+        elif number > 1 and rng.random() < 0.3:
+            reads.add(nodes[number - 2].writes[0])
+        writes = []
+        for letter in "ab"[: 1 + (rng.random() < 0.2)]:
+            writes.append(len(values))
+            values.append(random_value(rng, f"v{number}{letter}"))
+        nodes.append(
+            poet_jax.Node(
+                f"n{number}",
+                tuple(reads),
+                tuple(writes),
+                backward=number >= forward,
+                repeatable=rng.random() > 0.07,
+            )
+        )
+    outputs = [nodes[-1].writes[0]]
+    if rng.random() < 0.3:
+        outputs.append(int(rng.integers(len(values))))
+    donated = frozenset({0} if rng.random() < 0.5 else ())
+    return poet_jax.Graph(
+        tuple(values), tuple(nodes), (0,), tuple(outputs), donated=donated
+    )
+
+
+def random_graph(rng, count):
+    """Any order-respecting reads, up to two arguments, up to two writes per node."""
+    arguments = tuple(range(rng.integers(0, 3)))
+    values = [random_value(rng, f"arg{i}") for i in arguments]
+    nodes = []
+    for number in range(count):
+        reads = rng.integers(0, max(len(values), 1), rng.integers(0, 4))
+        repeatable = rng.random() > 0.12
+        writes = []
+        # Only a node with effects may write nothing.
+        for letter in "ab"[: rng.choice([repeatable, 1, 1, 2])]:
+            writes.append(letter)
+        numbers = tuple(range(len(values), len(values) + len(writes)))
+        nodes.append(
+            poet_jax.Node(
+                f"n{number}",
+                tuple(dict.fromkeys(int(v) for v in reads)) if values else (),
+                numbers,
+                backward=bool(2 * number >= count),
+                repeatable=bool(repeatable),
+            )
+        )
+        values += [random_value(rng, f"v{number}{letter}") for letter in writes]
+    outputs = rng.integers(0, len(values), rng.integers(0, 4)) if values else ()
+    return poet_jax.Graph(
+        tuple(values),
+        tuple(nodes),
+        arguments,
+        tuple(int(v) for v in outputs),
+        donated=frozenset(v for v in arguments if rng.random() < 0.5),
+    )
+
+
+@st.composite
+def budgeted_graphs(draw, **options):
+    """(graph, costs, bytes) between what no plan can do without and keep-all's peak."""
+    graph, costs = draw(graphs(**options))
+    floor = max(floor_bytes(graph, costs), 1)
+    peak = max(peak_bytes(graph, costs), 1)
+    share = draw(st.sampled_from([0.0, 0.1, 0.2, 0.35, 0.5, 0.7, 0.9, 1.0]))
+    return graph, costs, floor + int(share * max(peak - floor, 0))
+
+
+_OPERATIONS = (
+    lambda x, w: jnp.sin(x) * w,
+    lambda x, w: x @ w,
+    lambda x, w: jnp.tanh(x + w),
+    lambda x, w: x.T @ x / 64 + w,
+    lambda x, w: jax.nn.softmax(x, axis=-1) - w,
+    lambda x, w: jnp.where(x > 0, x, w * 0.5),
+    lambda x, w: jax.nn.relu(x) + x.mean(0),
+    lambda x, w: jnp.concatenate([x[32:], w[:32]]),
+    lambda x, w: jnp.cumsum(x, axis=0) / 64 + jnp.sort(w, axis=-1),
+)
+
+
+@st.composite
+def programs(draw, max_operations=6):
+    """(function, arguments): one step of gradient descent on a random expression."""
+    steps = draw(
+        st.lists(
+            st.tuples(
+                st.integers(0, len(_OPERATIONS) - 1), st.integers(0, 2), st.booleans()
+            ),
+            min_size=2,
+            max_size=max_operations,
+        )
+    )
+
+    def loss(weights, x):
+        earlier = x
+        for operation, weight, skip in steps:
+            new = _OPERATIONS[operation](x, weights[weight])
+            x, earlier = (new + earlier, x) if skip else (new, earlier)
+        return jnp.mean(jnp.tanh(x) ** 2)
+
+    def step(weights, x):
+        value, gradients = jax.value_and_grad(loss)(weights, x)
+        updated = [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)]
+        return updated, value
+
+    keys = jax.random.split(jax.random.key(draw(st.integers(0, 3))), 4)
+    *weights, x = (jax.random.normal(key, (64, 64)) for key in keys)
+    return step, (weights, x)
+
+
+class RecordingStore:
+    """Passes everything on to `store` and keeps count."""
+
+    def __init__(self, store):
+        self.store = store
+        self.bytes_read = self.bytes_written = self.peak_bytes = 0
+        self.written: list[int] = []
+
+    @property
+    def nbytes(self):
+        return self.store.nbytes
+
+    def write(self, key, data, name):
+        self.store.write(key, data, name)
+        self.written.append(key)
+        self.bytes_written += data.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.store.nbytes)
+
+    def read(self, key, into, name):
+        self.store.read(key, into, name)
+        self.bytes_read += into.nbytes
+
+    def delete(self, key):
+        self.store.delete(key)
+
+    def close(self):
+        self.store.close()
+
+
+def brute_force(graph, costs, memory_bytes):
+    """The fewest joules of any sequence of moves within `memory_bytes`, or None.
+
+    Dijkstra's search over (stage, last node run again in it, RAM, storage), sets as bit
+    masks. It knows nothing of touches, gaps or `lower`, and takes static_watts for 0.
+    """
+    count, everything = len(graph.nodes), range(len(graph.values))
+    nbytes = [int(n) for n in costs.nbytes]
+
+    def mask(values):
+        return sum(1 << v for v in set(values))
+
+    def size(ram):
+        return sum(nbytes[v] for v in everything if ram >> v & 1)
+
+    reads = [mask(node.reads) for node in graph.nodes]
+    writes = [mask(node.writes) for node in graph.nodes]
+    pinned, wanted = mask(graph.pinned), mask(graph.outputs)
+
+    def moves(stage, last, ram, stored):
+        for v in everything:
+            bit, pageable = 1 << v, graph.values[v].pageable
+            if ram & bit:
+                if not pinned & bit:
+                    yield 0.0, (stage, last, ram & ~bit, stored)
+                if pageable and not stored & bit:
+                    yield costs.page_out_joules[v], (stage, last, ram, stored | bit)
+            elif stored & bit and size(ram | bit) <= memory_bytes:
+                yield costs.page_in_joules[v], (stage, last, ram | bit, stored)
+        for n in range(last + 1, min(stage + 1, count)):
+            after = ram | writes[n]
+            if reads[n] & ~ram or (n < stage and not graph.nodes[n].repeatable):
+                continue
+            if size(after) + int(costs.workspace_bytes[n]) > memory_bytes:
+                continue
+            state = (stage + 1, -1) if n == stage else (stage, n)
+            yield costs.joules[n], (*state, after, stored)
+
+    start = (0, -1, mask(graph.initial), 0)
+    if size(start[2]) > memory_bytes:
+        return None
+    tie = itertools.count()
+    heap, best = [(0.0, next(tie), start)], {start: 0.0}
+    while heap:
+        joules, _, state = heapq.heappop(heap)
+        if joules > best[state]:
+            continue
+        if state[0] == count and not wanted & ~state[2]:
+            return joules
+        for cost, following in moves(*state):
+            total = joules + float(cost)
+            if total < best.get(following, np.inf):
+                best[following] = total
+                heapq.heappush(heap, (total, next(tie), following))
+    return None

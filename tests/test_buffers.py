@@ -1,0 +1,130 @@
+"""Buffers are reused within a limit, and nobody's view of an array ever changes."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import poet_jax
+from poet_jax.compile import nbytes_of
+from poet_jax.executors.buffers import Pool, view
+from poet_jax.plan import PageIn, PageOut
+
+KINDS = [((64, 64, 8), jnp.dtype("float32")), ((1 << 17,), jnp.dtype("uint8"))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    moves=st.lists(st.tuples(st.integers(0, 1), st.booleans()), max_size=30),
+    limit=st.integers(0, 6),
+    on_cpu=st.booleans(),
+)
+def test_idle_buffers_fit_beside_what_is_live_and_nothing_live_is_lent(
+    moves, limit, on_cpu
+):
+    """A move takes a buffer of a kind, or gives the oldest one of it back."""
+    limit_bytes = limit * nbytes_of(KINDS[0])
+    pool = Pool(
+        [(row, KINDS[k]) for row, (k, _) in enumerate(moves)], limit_bytes, on_cpu
+    )
+    pool.begin(0)
+    live = {kind: [] for kind in KINDS}
+    for row, (k, gives) in enumerate(moves):
+        kind = KINDS[k]
+        if gives and live[kind]:
+            pool.give(live[kind].pop(0))
+            continue
+        live_bytes = sum(x.nbytes for xs in live.values() for x in xs)
+        (array,) = pool.take([kind], row, live_bytes)
+        assert (array.shape, array.dtype) == kind
+        live[kind].append(array)
+        live_bytes += array.nbytes
+        assert pool.idle_bytes == 0 or live_bytes + pool.idle_bytes <= limit_bytes
+        pointers = [x.unsafe_buffer_pointer() for xs in live.values() for x in xs]
+        assert len(set(pointers)) == len(pointers)
+    pool.end()
+    assert pool.idle_bytes == 0
+
+
+def test_a_released_buffer_can_be_written_again():
+    kind = KINDS[0]
+    pool = Pool([(0, kind), (1, kind)], 10 * nbytes_of(kind), on_cpu=True)
+    pool.begin(0)
+    (array,) = pool.take([kind], 0, 0)
+    pool.give(array)
+    pool.end()
+    (array,) = pool.take([kind], 1, 0)
+    view(array)[:] = 1
+    assert np.asarray(array).view(np.uint8).min() == 1
+
+
+@pytest.mark.parametrize("see", [np.asarray, jax.dlpack.from_dlpack, np.from_dlpack])
+def test_a_donated_array_that_somebody_sees_keeps_its_contents(see):
+    """The buffers of donated parameters are written to only if nobody can tell."""
+
+    def fun(w, x):
+        for _ in range(4):
+            x = jnp.sin(x @ w)
+        return w + x, x.sum()
+
+    w = jnp.ones((256, 256)) / 256 + 0
+    x = jnp.ones((256, 256))
+    device = poet_jax.devices.RASPBERRY_PI_4
+    scheduled = poet_jax.schedule(fun, "100%", device=device, donate_argnums=0)
+    expected, _ = jax.jit(fun)(w, x)
+    for _ in range(3):
+        seen, kept = see(w), np.array(w)
+        w, _ = scheduled(w, x)
+        np.testing.assert_array_equal(np.asarray(seen), kept)
+    w = jnp.ones((256, 256)) / 256 + 0
+    np.testing.assert_allclose(scheduled(w, x)[0], expected, rtol=1e-6)
+
+
+def test_results_are_never_overwritten_by_later_runs():
+    """Outputs leave the pool: what a step returned stays as it was."""
+
+    def fun(x):
+        for _ in range(3):
+            x = jnp.sin(x) @ x
+        return x
+
+    scheduled = poet_jax.schedule(fun, "100%", device=poet_jax.devices.RASPBERRY_PI_4)
+    inputs = [jnp.full((256, 256), 0.01 * i) for i in range(4)]
+    results = [scheduled(x) for x in inputs]
+    for x, result in zip(inputs, results, strict=True):
+        np.testing.assert_allclose(result, jax.jit(fun)(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["bool", "int4", "uint2", "int8", "float4_e2m1fn", "bfloat16", "complex64"],
+)
+def test_pages_of_every_dtype_come_back(dtype):
+    """XLA packs types of less than a byte, so their memory is not what NumPy sees."""
+    dtype = jnp.dtype(dtype)
+
+    def fun(x):
+        early = (x * 40 % 2).astype(dtype)
+        for _ in range(4):
+            x = jnp.sin(x) @ x
+        return x, early
+
+    x = jnp.linspace(0.0, 1.0, 512 * 512).reshape(512, 512) / 64
+    expected = jax.jit(fun)(x)
+    graph = poet_jax.order(poet_jax.coarsen(poet_jax.trace(fun, x)))
+    costs = poet_jax.price(graph, poet_jax.devices.RASPBERRY_PI_4)
+    plan = poet_jax.keep_all(graph, costs, poet_jax.Budget(2**30))
+    early = graph.outputs[1]
+    actions = [*plan.actions, PageIn(early)]
+    made = actions.index(poet_jax.Compute(graph.producer[early]))
+    actions.insert(made + 1, PageOut(early))
+    program = poet_jax.lower(graph, dataclasses.replace(plan, actions=tuple(actions)))
+    runner = poet_jax.HostExecutor()(program)
+    for _ in range(3):
+        for got, want in zip(runner(x), expected, strict=True):
+            np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    assert runner.last_run.bytes_paged_in == graph.values[early].nbytes

@@ -1,0 +1,446 @@
+"""An error says what was asked, what is possible and what to type; nothing is left."""
+
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from toy import OPTIONS, W, X, gradient, schedule
+
+import poet_jax
+from poet_jax.plan import PageIn, PageOut
+
+
+def assert_three_sentences(error, *facts):
+    """At least three sentences, and each of the facts somewhere in them."""
+    message = str(error)
+    assert len(re.findall(r"[.?!](?=\s|$)", message)) >= 3, message
+    for fact in facts:
+        assert str(fact) in message, (fact, message)
+
+
+def paging(store=None):
+    """The gradient within the smallest budget at which paging alone makes it fit."""
+    executor = poet_jax.HostExecutor(store) if store is not None else None
+    options = OPTIONS | {"planner": poet_jax.paging_only, "executor": executor}
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        poet_jax.schedule(gradient, 1, **options).plan(W, X)
+    return poet_jax.schedule(gradient, caught.value.smallest_bytes, **options)
+
+
+def moved(scheduled, kind):
+    """Names of the values that the plan pages in or out."""
+    plan = scheduled.plan(W, X)
+    values = plan.graph.values
+    return {values[a.value].name for a in plan.plan.actions if isinstance(a, kind)}
+
+
+# Budgets.
+
+
+@pytest.mark.parametrize(
+    "planner", [poet_jax.greedy, poet_jax.MilpPlanner(time_limit_seconds=5)]
+)
+def test_a_budget_too_small_says_which_one_works(planner):
+    options = OPTIONS | {"planner": planner}
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        poet_jax.schedule(gradient, "5KiB", **options)(W, X)
+    error = caught.value
+    assert_three_sentences(error, error.smallest_bytes, error.node, error.values[0])
+    assert "5.0 KiB" in str(error)
+    scheduled = poet_jax.schedule(gradient, error.smallest_bytes, **options)
+    np.testing.assert_allclose(scheduled(W, X), gradient(W, X), rtol=1e-4, atol=1e-8)
+    graph = scheduled.plan(W, X).graph
+    assert error.node in {node.name for node in graph.nodes}
+    assert set(error.values) <= {value.name for value in graph.values}
+    if error.exact:
+        with pytest.raises(poet_jax.BudgetTooSmall):
+            poet_jax.schedule(gradient, error.smallest_bytes - 1, **options)(W, X)
+
+
+@pytest.mark.parametrize(
+    ("budget", "fact"),
+    [
+        ("64 potatoes", "64 potatoes"),
+        ("64", "64"),
+        ("", "''"),
+        ("abc%", "abc%"),
+        ("nan%", "nan"),
+        ("0%", "0"),
+        ("-5%", "-"),
+        ("-5MiB", "-5MiB"),
+        ("0B", "0"),
+        (0, "0"),
+        (-1, "-1"),
+        (0.5, "0.5"),
+        (float("nan"), "nan"),
+        (True, "True"),
+        ([64], "list"),
+        (b"64MiB", "bytes"),
+    ],
+    ids=str,
+)
+def test_what_is_no_budget_is_refused_when_it_is_given(budget, fact):
+    with pytest.raises(ValueError) as caught:
+        poet_jax.schedule(gradient, budget)
+    assert_three_sentences(caught.value, fact, "Type")
+
+
+def test_a_missing_budget_is_named():
+    with pytest.raises(ValueError) as caught:
+        poet_jax.schedule(gradient)
+    assert_three_sentences(caught.value, "without a budget")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("solver", "GUROBI"), ("objective", "beauty")]
+)
+def test_the_milp_knows_what_it_was_not_asked_for(option, value):
+    with pytest.raises(ValueError) as caught:
+        poet_jax.MilpPlanner(**{option: value})
+    assert_three_sentences(caught.value, option, value, "Type")
+
+
+# Functions, losses, models and batches.
+
+
+def vector_loss(w, x):
+    return jnp.tanh(x @ w).mean(1)
+
+
+def test_value_and_grad_of_a_vector_is_refused():
+    with pytest.raises(poet_jax.CannotTrace) as caught:
+        poet_jax.value_and_grad(vector_loss, "1GiB", **OPTIONS)(W, X)
+    assert_three_sentences(caught.value, "vector_loss", "scalar", "64")
+
+
+def steps(loss_fn, batch):
+    """A call that trains one step, for each kind of model."""
+    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+    yield lambda: poet_jax.train_step(model, "1GiB", loss_fn=loss_fn, **OPTIONS)(batch)
+    step = poet_jax.train_step(nn.Dense(4), "1GiB", loss_fn=loss_fn, **OPTIONS)
+    yield lambda: step(step.init(jax.random.key(0), batch), batch)
+
+
+@pytest.mark.parametrize("world", [0, 1], ids=["nnx", "linen"])
+@pytest.mark.parametrize(
+    ("loss_fn", "fact"),
+    [
+        (lambda model, x: model(x).mean(1), "float32[64]"),
+        (lambda model, x: model(x).argmax(), "int32[]"),
+        (lambda model, x: {"loss": model(x).mean()}, "dict"),
+        (lambda model, x: (model(x).mean(), 1, 2), "(scalar, aux)"),
+    ],
+    ids=["vector", "integer", "dict", "three"],
+)
+def test_a_loss_that_is_no_floating_scalar_is_refused(world, loss_fn, fact):
+    call = list(steps(loss_fn, X))[world]
+    with pytest.raises(poet_jax.CannotTrace) as caught:
+        call()
+    assert_three_sentences(caught.value, fact)
+
+
+@pytest.mark.parametrize("world", [0, 1], ids=["nnx", "linen"])
+def test_the_default_loss_says_what_it_takes(world):
+    call = list(steps(None, X))[world]
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert_three_sentences(caught.value, "batch = (inputs, labels)", "loss_fn")
+
+
+@pytest.mark.parametrize("world", [0, 1], ids=["nnx", "linen"])
+def test_the_default_loss_does_not_broadcast(world):
+    call = list(steps(None, (X, jnp.ones(len(X)))))[world]
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert_three_sentences(caught.value, "(64,)", "labels[:, None]")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [lambda x: x, {"w": 1}, nn.Dense, None],
+    ids=["function", "dictionary", "class", "none"],
+)
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(TypeError) as caught:
+        poet_jax.train_step(model, "1GiB")
+    assert_three_sentences(caught.value, type(model).__name__, "poet_jax.schedule")
+
+
+def test_a_loss_fn_that_never_calls_the_model_is_refused():
+    step = poet_jax.train_step(nn.Dense(4), "1GiB", loss_fn=lambda model, x: x.mean())
+    with pytest.raises(TypeError) as caught:
+        step.init(jax.random.key(0), X)
+    assert_three_sentences(caught.value, "never called the model")
+
+
+def test_a_python_branch_on_a_tracer_is_refused_by_name():
+    def branch(x):
+        return x if x.sum() > 0 else -x
+
+    with pytest.raises(poet_jax.CannotTrace) as caught:
+        schedule(branch, "1GiB")(X)
+    assert_three_sentences(caught.value, "branch", "jax.jit")
+    assert isinstance(caught.value.__cause__, jax.errors.TracerBoolConversionError)
+
+
+def test_a_string_is_no_argument():
+    with pytest.raises(poet_jax.CannotTrace) as caught:
+        schedule(lambda x: x, "1GiB")("text")
+    assert_three_sentences(caught.value, "str")
+
+
+@pytest.mark.parametrize(
+    ("batch", "facts"),
+    [
+        ((X[:, :3], X), ("[64, 16]", "[64, 3]")),
+        ((X, X, X), ("structure",)),
+        ((X.astype(jnp.int32), X), ("float32", "int32")),
+        ((jax.random.split(jax.random.key(0), 64), X), ("key<fry>",)),
+    ],
+    ids=["shape", "structure", "dtype", "key"],
+)
+def test_a_wrong_second_batch_is_refused_with_what_changed(batch, facts):
+    def fun(w, batch):
+        x, y = batch
+        return jax.grad(lambda x: ((x @ w - y) ** 2).mean())(x)
+
+    scheduled = schedule(fun, "1GiB")
+    scheduled(W, (X, X))
+    with pytest.raises(poet_jax.CannotTrace) as caught:
+        scheduled(W, batch)
+    assert_three_sentences(caught.value, "changed since the last call", *facts)
+    scheduled(W, (X, X))
+
+
+# Page stores.
+
+
+def test_a_folder_that_does_not_exist_or_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "missing", tmp_path / "file"):
+        with pytest.raises(poet_jax.PageStoreError) as caught:
+            poet_jax.FileStore(path)
+        assert_three_sentences(caught.value, path, "not a folder")
+
+
+def test_a_folder_that_is_not_writable_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    with pytest.raises(poet_jax.PageStoreError) as caught:
+        poet_jax.FileStore(tmp_path)
+    assert_three_sentences(caught.value, tmp_path, "not writable")
+
+
+def assert_refused_then_works(scheduled, store, kind):
+    """One step fails naming a value of that kind of move; its store is empty."""
+    with pytest.raises(poet_jax.PageStoreError) as caught:
+        scheduled(W, X)
+    (name,) = (n for n in moved(scheduled, kind) if repr(n) in str(caught.value))
+    assert_three_sentences(caught.value, name, store.folder)
+    assert store.nbytes == 0 and scheduled.last_run is None
+    return caught.value
+
+
+def assert_works(scheduled, store):
+    np.testing.assert_allclose(scheduled(W, X), gradient(W, X), rtol=1e-4, atol=1e-8)
+    assert scheduled.last_run.bytes_paged_in > 0 and store.nbytes == 0
+    assert not os.listdir(store.folder)
+
+
+def test_a_full_disk_names_the_value_and_leaves_nothing(tmp_path, monkeypatch):
+    store = poet_jax.FileStore(tmp_path)
+    scheduled = paging(store)
+    pwrite, calls = os.pwrite, []
+
+    def full(*args):
+        calls.append(args)
+        if len(calls) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(*args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        error = assert_refused_then_works(scheduled, store, PageOut)
+    assert_three_sentences(error, "No space left", "Budget(store_bytes=...)")
+    assert_works(scheduled, store)
+
+
+@pytest.mark.parametrize("kind", ["flipped", "short", "error"])
+def test_wrong_bytes_are_never_used(tmp_path, monkeypatch, kind):
+    """The first page that is read has a flipped byte, is cut short, or cannot be."""
+    store = poet_jax.FileStore(tmp_path)
+    scheduled = paging(store)
+    preadv, done = os.preadv, []
+
+    def broken(descriptor, buffers, offset):
+        count = preadv(descriptor, buffers, offset)
+        if done and kind != "short":
+            return count
+        done.append(offset)
+        if kind == "error":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        buffers[0][0] ^= 1
+        return count if kind == "flipped" else 0
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "preadv", broken)
+        assert_refused_then_works(scheduled, store, PageIn)
+    assert_works(scheduled, store)
+
+
+def test_an_exception_of_the_store_in_mid_step_leaves_it_empty(tmp_path):
+    """Any exception, not only the store's own."""
+
+    class Interrupted(poet_jax.FileStore):
+        interrupt = False
+
+        def read(self, key, into, name):
+            if self.interrupt:
+                raise KeyboardInterrupt
+            super().read(key, into, name)
+
+    store = Interrupted(tmp_path)
+    scheduled = paging(store)
+    assert_works(scheduled, store)
+    store.interrupt = True
+    with pytest.raises(KeyboardInterrupt):
+        scheduled(W, X)
+    assert store.nbytes == 0
+    store.interrupt = False
+    assert_works(scheduled, store)
+
+
+def run_python(code, folder):
+    """A process that has `step(store)`, a step that pages, and the folder's store."""
+    code = f"""
+import os, resource, sys, time
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+import poet_jax
+from test_errors import W, X, paging
+store = poet_jax.FileStore({str(folder)!r})
+step = paging(store)
+{textwrap.dedent(code)}
+"""
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        text=True,
+    )
+
+
+def test_a_file_that_may_not_grow_names_the_value(tmp_path):
+    code = """
+    step.plan(W, X)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
+    try:
+        step(W, X)
+    except poet_jax.PageStoreError as error:
+        print(store.nbytes, error)
+    """
+    output, _ = run_python(code, tmp_path).communicate(timeout=120)
+    assert_three_sentences(output, "File too large", "paged out")
+    assert output.startswith("0 ") and not os.listdir(tmp_path)
+
+
+def test_a_killed_process_leaves_no_file(tmp_path):
+    code = """
+    write = os.pwrite
+    def stuck(*args):
+        write(*args)
+        print("paging", flush=True)
+        time.sleep(600)
+    os.pwrite = stuck
+    step(W, X)
+    """
+    process = run_python(code, tmp_path)
+    try:
+        assert process.stdout.readline() == "paging\n"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert not os.listdir(tmp_path)
+
+
+# Files.
+
+
+def test_a_plan_of_another_graph_is_refused(tmp_path):
+    plan = schedule(gradient, "1GiB").plan(W, X)
+    plan.to_json(tmp_path / "plan.json")
+    other = schedule(gradient, "1GiB").plan(W, X[:32])
+    with pytest.raises(poet_jax.PlanInvalid) as caught:
+        other.from_json(tmp_path / "plan.json")
+    assert_three_sentences(
+        caught.value, plan.graph.fingerprint, other.graph.fingerprint
+    )
+
+
+COLUMNS = (
+    "bytes seconds joules page_in_seconds page_out_seconds page_in_joules "
+    "page_out_joules"
+).split()
+
+
+def instance():
+    """a -> b, at a cost of 1 in everything."""
+    rows = [
+        {"name": name, "backward": False} | dict.fromkeys(COLUMNS, 1) for name in "ab"
+    ]
+    return {"nodes": rows, "edges": [[0, 1]]}
+
+
+def load(tmp_path, data):
+    path = tmp_path / "instance.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    return poet_jax.load_instance(path)
+
+
+def test_an_instance_is_read(tmp_path):
+    graph, costs = load(tmp_path, instance())
+    assert [node.reads for node in graph.nodes] == [(), (0,)]
+    assert costs.seconds.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("edge", [[0, 2], [-1, 1], [1, 0], [0, 0], [0], [0.5, 1]])
+def test_an_edge_that_leads_nowhere_is_refused(tmp_path, edge):
+    with pytest.raises(ValueError) as caught:
+        load(tmp_path, instance() | {"edges": [edge]})
+    assert_three_sentences(caught.value, "instance.json", edge)
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "much"])
+def test_a_cost_that_is_no_cost_is_refused(tmp_path, column, value):
+    data = instance()
+    data["nodes"][1][column] = value
+    with pytest.raises(ValueError) as caught:
+        load(tmp_path, data)
+    assert_three_sentences(caught.value, "instance.json", "'b'", column)
+
+
+@pytest.mark.parametrize("name", ["name", "backward", "bytes", "seconds"])
+def test_a_node_that_lacks_an_entry_is_refused(tmp_path, name):
+    data = instance()
+    del data["nodes"][1][name]
+    with pytest.raises(ValueError) as caught:
+        load(tmp_path, data)
+    assert_three_sentences(caught.value, "instance.json", name)
+
+
+@pytest.mark.parametrize("data", ['{"nodes": [', "[]", '{"nodes": []}'])
+def test_a_file_that_is_no_instance_is_refused(tmp_path, data):
+    with pytest.raises(ValueError) as caught:
+        load(tmp_path, data)
+    assert_three_sentences(caught.value, "instance.json")

@@ -1,0 +1,311 @@
+"""The experiments' models, data and training program."""
+
+import json
+import math
+import pickle
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import optax
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+from flax import nnx
+
+from experiments import models, train
+from experiments.data import DatasetSpec, load_dataset
+
+IMAGES = DatasetSpec((32, 32, 3), 10)
+TEXT = DatasetSpec((16,), 8, vocabulary=256)
+NARROW_TEXT = "layers=2,width=32,heads=4,length=16"
+NAMES = (
+    "mlp:width=16",
+    "cnn:width=4",
+    "resnet18:width=4",
+    "resnet34:width=4",
+    "resnet50:width=4",
+    "vgg16:width=4",
+    f"bert:{NARROW_TEXT}",
+    f"bert:{NARROW_TEXT},norm=pre,dropout=0.1",
+    f"gpt:{NARROW_TEXT}",
+    f"gpt:{NARROW_TEXT},norm=post,dropout=0.1",
+)
+
+
+def parameters(tree):
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def shapes_of(name, spec, batch=4):
+    """((logits, parameters, batch statistics) in nnx, the same in linen)."""
+    dtype = "float32" if spec.vocabulary is None else "int32"
+    inputs = jax.ShapeDtypeStruct((batch, *spec.input_shape), dtype)
+    module = nnx.eval_shape(
+        lambda: models.make_model(name, "nnx", dataset_spec=spec, seed=0)
+    )
+    logits = nnx.eval_shape(lambda module, x: module(x), module, inputs)
+    state = nnx.state(module, nnx.Param), nnx.state(module, nnx.BatchStat)
+    linen = models.make_model(name, "linen", dataset_spec=spec, seed=0)
+    linen_logits, variables = jax.eval_shape(
+        lambda key, x: linen.init_with_output({"params": key, "dropout": key}, x),
+        jax.random.key(0),
+        inputs,
+    )
+    linen_state = variables["params"], variables.get("batch_stats", {})
+    return (
+        (logits.shape, *map(parameters, state)),
+        (linen_logits.shape, *map(parameters, linen_state)),
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_frameworks_agree_on_logits_and_parameters(name):
+    text = models.is_text_model(name)
+    in_nnx, in_linen = shapes_of(name, TEXT if text else IMAGES)
+    assert in_nnx == in_linen
+    expected = (4, 16, 256) if models.is_causal(name) else (4, 8 if text else 10)
+    assert in_nnx[0] == expected
+
+
+@pytest.mark.parametrize("name", ["cnn:width=4", "vgg16:width=4", "resnet18:width=4"])
+@pytest.mark.parametrize("shape", [(8, 8, 1), (28, 28, 1)])
+def test_image_models_take_every_image_size(name, shape):
+    in_nnx, in_linen = shapes_of(name, DatasetSpec(shape, 10))
+    assert in_nnx == in_linen and in_nnx[0] == (4, 10)
+
+
+def test_resnets_have_the_published_number_of_parameters():
+    """ResNet-18 and -50 of CIFAR-10 as commonly reported: 11.17 and 23.52 million."""
+    assert shapes_of("resnet18", IMAGES)[0][1] == 11_173_962
+    assert shapes_of("resnet50", IMAGES)[0][1] == 23_520_842
+    demo = nnx.eval_shape(lambda: models.ResNet18(rngs=nnx.Rngs(0)))
+    assert parameters(nnx.state(demo, nnx.Param)) == 11_173_962
+
+
+def test_gpt_does_not_look_ahead():
+    spec = DatasetSpec((16,), 256, vocabulary=256)
+    model = models.make_model(f"gpt:{NARROW_TEXT}", "nnx", dataset_spec=spec, seed=0)
+    tokens = np.arange(16, dtype=np.int32)[None]
+    changed = tokens.copy()
+    changed[0, 10] = 200
+    before, after = np.asarray(model(tokens)), np.asarray(model(changed))
+    np.testing.assert_allclose(before[0, :10], after[0, :10], rtol=0, atol=1e-6)
+    assert np.abs(before[0, 10:] - after[0, 10:]).max(axis=1).min() > 1e-4
+
+
+def test_train_and_eval_mode_differ_by_dropout_and_batch_statistics():
+    images = np.random.default_rng(0).normal(size=(4, 8, 8, 1)).astype(np.float32)
+    spec = DatasetSpec((8, 8, 1), 10)
+    model = models.make_model("cnn:width=4", "nnx", dataset_spec=spec, seed=0)
+    trained = [np.asarray(model(images)) for _ in range(2)]
+    model.eval()
+    evaluated = [np.asarray(model(images)) for _ in range(2)]
+    assert not np.array_equal(*trained)
+    np.testing.assert_array_equal(*evaluated)
+
+
+@pytest.mark.parametrize(
+    ("name", "framework", "spec", "says"),
+    [
+        ("resnet19", "nnx", IMAGES, "The models are mlp"),
+        ("mlp:depth=2", "nnx", IMAGES, "The options of mlp"),
+        ("mlp:width=wide", "nnx", IMAGES, "The options of mlp"),
+        ("mlp", "torch", IMAGES, "nnx and in linen"),
+        ("bert2", "nnx", IMAGES, "It reads tokens"),
+        ("resnet18", "linen", TEXT, "It reads images"),
+        ("bert:width=10,heads=4", "nnx", TEXT, "heads divides width"),
+        ("bert:norm=both", "linen", TEXT, "norm is pre or post"),
+    ],
+)
+def test_bad_model_says_what_to_type(name, framework, spec, says):
+    with pytest.raises(ValueError, match=says) as error:
+        models.make_model(name, framework, dataset_spec=spec, seed=0)
+    assert "Type -" in str(error.value) or "Type for example -" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "next_byte", "shape", "size"),
+    [
+        ("digits", False, (8, 8, 1), 1797),
+        ("mnist", False, (28, 28, 1), 5000),
+        ("photos", False, (32, 32, 3), 5000),
+        ("text", False, (64,), None),
+        ("text", True, (64,), None),
+    ],
+)
+def test_dataset(name, next_byte, shape, size):
+    dataset = load_dataset(name, length=64, next_byte=next_byte)
+    again = load_dataset(name, length=64, next_byte=next_byte)
+    np.testing.assert_array_equal(dataset.inputs, again.inputs)
+    assert dataset.spec.input_shape == shape
+    assert len(dataset.inputs) == len(dataset.labels) == (size or len(dataset.inputs))
+    assert len(dataset.inputs) > 1000
+    assert dataset.labels.dtype == np.int32
+    assert dataset.labels.min() >= 0 and dataset.labels.max() < dataset.num_classes
+    if dataset.spec.vocabulary is None:
+        assert dataset.inputs.dtype == np.float32
+        assert dataset.inputs.min() == -1 and dataset.inputs.max() == 1
+    else:
+        assert dataset.inputs.dtype == np.int32
+        assert 0 <= dataset.inputs.min() and dataset.inputs.max() < 256
+    if not next_byte:
+        assert set(dataset.labels) == set(range(dataset.num_classes))
+    else:
+        np.testing.assert_array_equal(dataset.inputs[:, 1:], dataset.labels[:, :-1])
+
+
+def test_batches_are_a_function_of_the_seed_and_cover_the_dataset():
+    dataset = load_dataset("digits")
+    first, again, other = (list(dataset.batches(100, seed, 18)) for seed in (1, 1, 2))
+    for (x, y), (x_again, y_again) in zip(first, again, strict=True):
+        assert x.shape == (100, 8, 8, 1) and y.shape == (100,)
+        np.testing.assert_array_equal(x, x_again)
+        np.testing.assert_array_equal(y, y_again)
+    assert not np.array_equal(first[0][0], other[0][0])
+    seen = np.sort(np.concatenate([y for _, y in first])[:1797])
+    np.testing.assert_array_equal(seen, np.sort(dataset.labels))
+
+
+def test_cifar10_is_read_from_a_folder(tmp_path):
+    pixels = np.arange(2 * 3072, dtype=np.int64) % 256
+    for number in range(1, 6):
+        batch = {b"data": pixels.astype(np.uint8).reshape(2, 3072), b"labels": [3, 9]}
+        (tmp_path / f"data_batch_{number}").write_bytes(pickle.dumps(batch))
+    dataset = load_dataset("cifar10", folder=str(tmp_path))
+    assert dataset.spec == IMAGES and list(dataset.labels) == [3, 9] * 5
+    # The file holds a red plane, a green one, then a blue one.
+    green = dataset.inputs[0, 0, 1, 1]
+    np.testing.assert_allclose(green, pixels[1024 + 1] * 2 / 255 - 1, rtol=1e-6)
+
+
+def test_missing_data_says_what_to_type(tmp_path):
+    with pytest.raises(FileNotFoundError, match="Type --data_folder=PATH"):
+        load_dataset("cifar10", folder=str(tmp_path))
+    with pytest.raises(ValueError, match="The datasets are digits"):
+        load_dataset("imagenet")
+
+
+def run_train(output, **values):
+    """Run train.main in this process with flags `values`; the metrics it wrote."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    with flagsaver.flagsaver(output=str(output), **values):
+        train.main(["train"])
+    return [json.loads(line) for line in (output / "metrics.jsonl").open()]
+
+
+@pytest.mark.parametrize(
+    ("model", "dataset", "framework", "planner", "budget"),
+    [
+        ("mlp:width=32", "digits", "nnx", "milp", "90%"),
+        ("cnn:width=8", "mnist", "linen", "greedy", "80%"),
+        ("bert2:layers=1,width=32,length=32", "text", "nnx", "greedy", "60%"),
+        ("gpt2layer:layers=1,width=32,length=32", "text", "linen", "greedy", "60%"),
+    ],
+)
+def test_train(tmp_path, capsys, model, dataset, framework, planner, budget):
+    lines = run_train(
+        tmp_path,
+        model=model,
+        dataset=dataset,
+        framework=framework,
+        planner=planner,
+        budget=budget,
+        device="JETSON_TX2",
+        batch_size=8,
+        steps=2,
+        time_limit=5.0,
+    )
+    assert [line["step"] for line in lines] == [0, 1]
+    assert all(math.isfinite(line["loss"]) and line["seconds"] > 0 for line in lines)
+    assert lines[0]["loss"] != lines[1]["loss"]
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    budget_bytes = plan["budget"]["memory_bytes"]
+    assert all(0 < line["peak_bytes"] <= budget_bytes for line in lines)
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert "energies are modelled" in capsys.readouterr().out
+
+
+def test_training_within_a_budget_is_plain_training(tmp_path):
+    """The losses are those of `nnx.jit` on the same batches, and they fall."""
+    steps, batch_size, learning_rate, name = 40, 64, 1e-2, "mlp:width=32"
+    lines = run_train(
+        tmp_path,
+        model=name,
+        dataset="digits",
+        planner="milp",
+        budget="95%",
+        device="JETSON_TX2",
+        batch_size=batch_size,
+        steps=steps,
+        learning_rate=learning_rate,
+        time_limit=5.0,
+    )
+    dataset = load_dataset("digits")
+    model = models.make_model(name, "nnx", dataset_spec=dataset.spec, seed=0)
+    optimizer = nnx.Optimizer(model, optax.adamw(learning_rate), wrt=nnx.Param)
+
+    @nnx.jit
+    def step(model, optimizer, batch):
+        loss, gradients = nnx.value_and_grad(models.loss_fn)(model, batch)
+        optimizer.update(model, gradients)
+        return loss
+
+    plain = [
+        float(step(model, optimizer, batch))
+        for batch in dataset.batches(batch_size, 0, steps)
+    ]
+    np.testing.assert_allclose([line["loss"] for line in lines], plain, rtol=1e-3)
+    assert plain[-1] < plain[0] / 2
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"model": "transformer"}, "The models are"),
+        ({"model": "bert2", "dataset": "digits"}, "It reads tokens"),
+        ({"dataset": "cifar10"}, "never downloaded"),
+        ({"dataset": "digits", "device": "abacus"}, "The devices are host, MKR1000"),
+        ({"dataset": "digits", "budget": "64"}, "A size is a number and a unit"),
+        (
+            {
+                "model": "mlp",
+                "dataset": "digits",
+                "budget": "1KiB",
+                "planner": "greedy",
+            },
+            "Type a budget of at least",
+        ),
+    ],
+)
+def test_bad_flags_end_with_a_message(tmp_path, values, says):
+    with pytest.raises(SystemExit, match=says):
+        run_train(tmp_path, **({"device": "JETSON_TX2"} | values))
+
+
+def run_module(name, output, *flags):
+    """The output of `python -m experiments.<name>`, which defines flags of its own."""
+    command = [sys.executable, "-m", f"experiments.{name}", f"--output={output}"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_demo_runs(tmp_path):
+    flags = ("--width=4", "--batch_size=8", "--steps=2", "--time_limit=2")
+    output = run_module("demo", tmp_path, "--budget=90%", *flags)
+    assert "peak, executor's ledger" in output
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "plan.json").exists()
+
+
+def test_fidelity_holds_on_a_small_model(tmp_path):
+    flags = ("--dataset=digits", "--steps=2", "--batch_size=512", "--budget=80%")
+    run_module("fidelity", tmp_path, "--model=mlp:width=64", *flags)
+    result = json.loads((tmp_path / "mlp.json").read_text())
+    assert result["bit_equal_between_planners"]
+    for planner in ("greedy", "paging_only"):
+        assert result[planner]["gradient_relative_norm"] <= 1e-5
+        assert result[planner]["largest_loss_difference"] <= 1e-4

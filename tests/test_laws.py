@@ -1,0 +1,401 @@
+"""The laws of the design, section 9, over random graphs and random programs."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import (
+    DEVICE,
+    HEURISTICS,
+    PLANNERS,
+    RecordingStore,
+    attempt,
+    brute_force,
+    budgeted_graphs,
+    graphs,
+    peak_bytes,
+    programs,
+    solvers,
+)
+
+import poet_jax
+from poet_jax.plan import plan_from_dict, plan_to_dict
+from poet_jax.planners.judge import keep_all_objective
+from poet_jax.transform import make_schedule
+
+by_planner = pytest.mark.parametrize("name", PLANNERS)
+by_solver = pytest.mark.parametrize("solver", ["CBC", "HIGHS"])
+relative = 1e-9
+
+
+def simulated(graph, costs, plan):
+    return poet_jax.simulate(poet_jax.lower(graph, plan), costs)
+
+
+# Laws 2, 3 and the bound of 4, for every planner.
+
+
+@by_planner
+@settings(max_examples=150)
+@given(case=budgeted_graphs())
+def test_a_plan_fits_and_costs_what_it_says(name, case):
+    graph, costs, budget = case
+    plan = attempt(PLANNERS[name], graph, costs, budget)
+    if isinstance(plan, poet_jax.BudgetTooSmall):
+        assert plan.smallest_bytes > budget
+        return
+    usage = simulated(graph, costs, plan)
+    assert usage.peak_bytes <= budget
+    assert plan.objective == pytest.approx(usage.joules, rel=relative)
+    assert plan.bound <= plan.objective
+    assert plan.gap == pytest.approx(1 - plan.bound / plan.objective)
+
+
+@by_solver
+@settings(max_examples=100)
+@given(case=budgeted_graphs(), late=st.floats(1.0, 1.5), store_bytes=st.integers(0, 20))
+def test_deadline_room_on_storage_and_time_are_kept(solver, case, late, store_bytes):
+    graph, costs, memory = case
+    seconds = late * keep_all_objective(costs, "time")
+    budget = poet_jax.Budget(memory, seconds, store_bytes)
+    plan = attempt(solvers(objective="time")[solver], graph, costs, budget)
+    if isinstance(plan, poet_jax.BudgetTooSmall):
+        return
+    usage = simulated(graph, costs, plan)
+    assert usage.peak_bytes <= memory
+    assert usage.seconds <= seconds
+    assert usage.store_bytes <= store_bytes
+    assert plan.objective == pytest.approx(usage.seconds, rel=relative)
+
+
+@settings(max_examples=150)
+@given(case=budgeted_graphs(min_nodes=5, max_nodes=8))
+def test_the_published_planner_says_what_its_plan_costs_or_is_refused(case):
+    graph, costs, budget = case
+    planner = poet_jax.PaperPlanner("HIGHS", time_limit_seconds=20)
+    plan = attempt(planner, graph, costs, budget)
+    if isinstance(plan, poet_jax.BudgetTooSmall):
+        return
+    usage = simulated(graph, costs, plan)
+    assert plan.objective == pytest.approx(usage.joules, rel=relative)
+    if usage.peak_bytes > budget:
+        with pytest.raises(poet_jax.PlanInvalid):
+            make_schedule(graph, costs, budget, lambda *_: plan)
+
+
+@by_solver
+@settings(max_examples=80)
+@given(case=budgeted_graphs(), remat=st.booleans())
+def test_a_forbidden_means_is_not_used(solver, case, remat):
+    graph, costs, budget = case
+    planner = solvers(remat=remat, paging=not remat)[solver]
+    plan = attempt(planner, graph, costs, budget)
+    if isinstance(plan, poet_jax.BudgetTooSmall):
+        return
+    program = poet_jax.lower(graph, plan)
+    assert remat or program.recomputed == 0
+    assert not remat or not program.last_page_in
+
+
+# Law 4.
+
+
+@settings(max_examples=200)
+@given(case=budgeted_graphs(max_nodes=5, static_watts=(0.0,)))
+def test_optimal_is_what_brute_force_finds(case):
+    graph, costs, budget = case
+    expected = brute_force(graph, costs, budget)
+    for planner in solvers().values():
+        plan = attempt(planner, graph, costs, budget)
+        if expected is None:
+            assert isinstance(plan, poet_jax.BudgetTooSmall)
+            continue
+        assert isinstance(plan, poet_jax.Plan)
+        assert plan.status is poet_jax.Status.OPTIMAL
+        assert plan.objective == pytest.approx(expected, rel=relative)
+        assert plan.bound <= expected * (1 + relative)
+
+
+@settings(max_examples=150)
+@given(case=budgeted_graphs())
+def test_no_heuristic_beats_optimal_and_the_solvers_agree(case):
+    graph, costs, budget = case
+    cbc, highs = (attempt(p, graph, costs, budget) for p in solvers().values())
+    assert type(cbc) is type(highs)
+    heuristics = [attempt(h, graph, costs, budget) for h in HEURISTICS.values()]
+    found = [x.objective for x in heuristics if isinstance(x, poet_jax.Plan)]
+    if isinstance(cbc, poet_jax.BudgetTooSmall):
+        assert not found
+        return
+    for plan in (cbc, highs):
+        # `bound` holds for every plan, whatever the status of this one.
+        assert plan.bound <= min([*found, cbc.objective, highs.objective]) * (
+            1 + relative
+        )
+        if plan.status is poet_jax.Status.OPTIMAL:
+            assert plan.objective <= min(found, default=math.inf) * (1 + 1e-6)
+    if cbc.status is highs.status is poet_jax.Status.OPTIMAL:
+        assert cbc.objective == pytest.approx(highs.objective, rel=1e-6)
+
+
+# Law 5. Greedy may break it: a later eviction can make an earlier one cheaper.
+
+
+@pytest.mark.parametrize("name", [name for name in PLANNERS if name != "greedy"])
+@settings(max_examples=100)
+@given(case=budgeted_graphs(), more=st.integers(1, 12))
+def test_more_budget_never_costs_more(name, case, more):
+    graph, costs, budget = case
+    less = attempt(PLANNERS[name], graph, costs, budget)
+    more = attempt(PLANNERS[name], graph, costs, budget + more)
+    if isinstance(less, poet_jax.BudgetTooSmall):
+        return
+    assert isinstance(more, poet_jax.Plan)
+    if name in HEURISTICS or more.status is poet_jax.Status.OPTIMAL:
+        assert more.objective <= less.objective * (1 + relative)
+
+
+@by_planner
+@settings(max_examples=100)
+@given(case=graphs())
+def test_keep_alls_peak_is_enough_for_keep_all(name, case):
+    graph, costs = case
+    plan = PLANNERS[name](graph, costs, poet_jax.Budget(peak_bytes(graph, costs) or 1))
+    assert plan.objective == keep_all_objective(costs, "energy")
+    assert poet_jax.lower(graph, plan).recomputed == 0
+
+
+# Law 6.
+
+
+@by_planner
+@settings(max_examples=150)
+@given(case=graphs())
+def test_the_smallest_budget_works_and_one_byte_less_does_not(name, case):
+    graph, costs = case
+    error = attempt(PLANNERS[name], graph, costs, 1)
+    if isinstance(error, poet_jax.Plan):
+        return
+    smallest = error.smallest_bytes
+    plan = attempt(PLANNERS[name], graph, costs, smallest)
+    assert isinstance(plan, poet_jax.Plan)
+    assert simulated(graph, costs, plan).peak_bytes <= smallest
+    assert error.values
+    if error.exact and smallest > 1:
+        less = attempt(PLANNERS[name], graph, costs, smallest - 1)
+        assert isinstance(less, poet_jax.BudgetTooSmall)
+
+
+@by_solver
+@settings(max_examples=150)
+@given(case=graphs(max_nodes=5, static_watts=(0.0,)))
+def test_what_is_called_exact_is_so_by_brute_force(solver, case):
+    graph, costs = case
+    error = attempt(solvers()[solver], graph, costs, 1)
+    if isinstance(error, poet_jax.Plan):
+        return
+    assert brute_force(graph, costs, error.smallest_bytes) is not None
+    if error.exact:
+        assert brute_force(graph, costs, error.smallest_bytes - 1) is None
+    else:
+        pytest.fail("a graph this small must be decided exactly")
+
+
+# Law 8.
+
+
+@by_planner
+@settings(max_examples=100)
+@given(case=budgeted_graphs())
+def test_plans_survive_json(name, case):
+    graph, costs, budget = case
+    plan = attempt(PLANNERS[name], graph, costs, budget)
+    if isinstance(plan, poet_jax.Plan):
+        text = json.dumps(plan_to_dict(graph, plan))
+        assert plan_from_dict(graph, json.loads(text)) == plan
+
+
+@by_solver
+@settings(max_examples=40)
+@given(case=budgeted_graphs())
+def test_the_same_inputs_give_the_same_plan(solver, case):
+    graph, costs, budget = case
+    first, second = (attempt(solvers()[solver], graph, costs, budget) for _ in range(2))
+    assert type(first) is type(second)
+    if isinstance(first, poet_jax.Plan):
+        assert first.actions == second.actions
+
+
+# Laws 1 and 7, by running programs.
+
+
+def assert_equal(left, right):
+    """The same bits in the same tree."""
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+def check_runs(fun, args, stores, planners, fractions=(0.55, 0.75, 0.9, 1.0)):
+    """Every planner's plan of `fun`, run with every store, against `jax.jit`."""
+    expected = jax.jit(fun)(*args)
+    traced = poet_jax.coarsen(poet_jax.trace(fun, *args))
+    graph = poet_jax.order(traced)
+    costs = poet_jax.price(graph, DEVICE)
+    peak = peak_bytes(graph, costs)
+    reference, ran = None, set()
+    for name, planner in planners.items():
+        for fraction in fractions:
+            plan = attempt(planner, graph, costs, int(fraction * peak))
+            if isinstance(plan, poet_jax.BudgetTooSmall):
+                # The planner's own leanest plan is tight enough to be worth a run.
+                plan = attempt(planner, graph, costs, plan.smallest_bytes)
+            if isinstance(plan, poet_jax.BudgetTooSmall) or plan.actions in ran:
+                continue
+            ran.add(plan.actions)
+            program = poet_jax.lower(graph, plan)
+            usage = poet_jax.simulate(program, costs)
+            for store in stores:
+                record = RecordingStore(store)
+                runner = poet_jax.HostExecutor(record)(program)
+                outputs = runner(*args)
+                if reference is None:
+                    reference = outputs
+                    jax.tree.map(
+                        lambda a, b: np.testing.assert_allclose(
+                            a, b, rtol=2e-4, atol=1e-5
+                        ),
+                        outputs,
+                        expected,
+                    )
+                assert_equal(outputs, reference)
+                run = runner.last_run
+                assert run.peak_bytes == usage.peak_bytes, name
+                assert record.bytes_written == usage.bytes_paged_out, name
+                assert record.bytes_read == usage.bytes_paged_in, name
+                assert record.peak_bytes == usage.store_bytes, name
+                assert run.bytes_paged_out == usage.bytes_paged_out
+                assert run.bytes_paged_in == usage.bytes_paged_in
+                assert len(set(record.written)) == len(record.written)
+                assert store.nbytes == 0
+    return ran
+
+
+RUNNABLE = HEURISTICS | {
+    "CBC": poet_jax.MilpPlanner("CBC", time_limit_seconds=3),
+    "HIGHS": poet_jax.MilpPlanner("HIGHS", time_limit_seconds=3),
+}
+
+
+@settings(max_examples=8)
+@given(case=programs())
+def test_random_programs_run_as_simulated_with_the_same_numbers(case):
+    check_runs(*case, [poet_jax.HostStore(), poet_jax.FileStore()], RUNNABLE)
+
+
+@settings(max_examples=3)
+@given(case=programs(max_operations=3))
+def test_the_published_planners_plans_run_too(case):
+    fun, args = case
+    planner = poet_jax.PaperPlanner("HIGHS", time_limit_seconds=10)
+    graph = poet_jax.order(poet_jax.coarsen(poet_jax.trace(fun, *args)))
+    costs = poet_jax.price(graph, DEVICE)
+    for fraction in (0.8, 0.9):
+        plan = attempt(planner, graph, costs, int(fraction * peak_bytes(graph, costs)))
+        if isinstance(plan, poet_jax.BudgetTooSmall):
+            continue
+        program = poet_jax.lower(graph, plan)
+        runner = poet_jax.HostExecutor()(program)
+        keep_all = poet_jax.keep_all(graph, costs, poet_jax.Budget(math.inf))
+        expected = poet_jax.HostExecutor()(poet_jax.lower(graph, keep_all))(*args)
+        assert_equal(runner(*args), expected)
+        usage = poet_jax.simulate(program, costs)
+        assert runner.last_run.peak_bytes == usage.peak_bytes
+
+
+def nnx_step():
+    """A step of an nnx MLP by SGD, as a function of arrays."""
+    from flax import nnx
+
+    class Mlp(nnx.Module):
+        def __init__(self, rngs):
+            self.first = nnx.Linear(48, 64, rngs=rngs)
+            self.second = nnx.Linear(64, 64, rngs=rngs)
+            self.third = nnx.Linear(64, 10, rngs=rngs)
+
+        def __call__(self, x):
+            return self.third(nnx.gelu(self.second(nnx.gelu(self.first(x)))))
+
+    graphdef, state = nnx.split(Mlp(nnx.Rngs(0)))
+
+    def step(state, x, y):
+        def loss(state):
+            logits = nnx.merge(graphdef, state)(x)
+            return ((logits - y) ** 2).mean()
+
+        value, gradients = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, gradients), value
+
+    key = jax.random.key(1)
+    return step, (state, jax.random.normal(key, (256, 48)), jax.numpy.ones((256, 10)))
+
+
+def linen_step():
+    """A step of a linen CNN with dropout by SGD, as a function of arrays."""
+    import flax.linen as nn
+
+    class Cnn(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            x = nn.relu(nn.Conv(8, (3, 3))(x))
+            x = nn.Dropout(0.3, deterministic=False)(x)
+            x = nn.max_pool(x, (2, 2), (2, 2))
+            x = nn.gelu(nn.Conv(8, (3, 3))(x))
+            x = nn.gelu(nn.Conv(8, (3, 3))(x))
+            return nn.Dense(10)(x.reshape(len(x), -1))
+
+    model, key = Cnn(), jax.random.key(0)
+    x = jax.random.normal(key, (8, 16, 16, 3))
+    params = model.init({"params": key, "dropout": key}, x)
+
+    def step(params, x, key):
+        def loss(params):
+            return (model.apply(params, x, rngs={"dropout": key}) ** 2).mean()
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    return step, (params, x, key)
+
+
+@pytest.mark.parametrize("make", [nnx_step, linen_step])
+def test_flax_models_run_as_simulated_with_the_same_numbers(make, store):
+    assert len(check_runs(*make(), [store], RUNNABLE)) > 2
+
+
+def test_a_schedule_survives_json(tmp_path):
+    def loss(x, w):
+        for _ in range(6):
+            x = jax.numpy.sin(x @ w)
+        return x.sum()
+
+    args = jax.numpy.ones((256, 64)), jax.numpy.ones((64, 64))
+    scheduled = poet_jax.schedule(
+        jax.grad(loss), "60%", device=DEVICE, planner=poet_jax.greedy
+    )
+    before = scheduled.plan(*args)
+    assert before.usage.bytes_paged_in or before.program.recomputed
+    before.to_json(tmp_path / "schedule.json")
+    after = before.from_json(tmp_path / "schedule.json")
+    assert after.plan == before.plan
+    assert after.budget == before.budget
+    assert str(after.program) == str(before.program)
+    assert after.usage.joules == before.usage.joules
+    assert after.usage.peak_bytes == before.usage.peak_bytes
+    other = poet_jax.schedule(
+        lambda x: x + 1, 10**6, device=DEVICE, planner=poet_jax.keep_all
+    )
+    with pytest.raises(poet_jax.PlanInvalid):
+        other.plan(args[0]).from_json(tmp_path / "schedule.json")

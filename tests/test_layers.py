@@ -1,0 +1,67 @@
+"""Imports point one way: a file imports only files above it in the design's list."""
+
+import ast
+import pathlib
+
+import poet_jax
+
+PACKAGE = pathlib.Path(poet_jax.__file__).parent
+LAYERS = """
+    units errors graph trace coarsen order store compile device price plan program
+    simulate
+    planners planners.judge planners.keep_all planners.sqrt planners.greedy
+    planners.solver planners.relaxation planners.milp planners.paper executors
+    executors.heap executors.buffers executors.host explain transform training nnx
+    linen train_step
+    __init__
+""".split()
+
+
+def modules():
+    """{dotted name below the package: path}"""
+    result = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if len(parts) > 1 and parts[-1] == "__init__":
+            parts = parts[:-1]
+        result[".".join(parts)] = path
+    return result
+
+
+def imports(path):
+    """Dotted names that `path` imports, wherever in the file."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} has a relative import"
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_every_file_has_a_layer():
+    assert sorted(modules()) == sorted(LAYERS)
+
+
+def test_a_file_imports_only_files_above_it():
+    found = modules()
+    wrong = [
+        (name, imported)
+        for name, path in found.items()
+        for imported in (
+            x.removeprefix("poet_jax.") for x in imports(path) if "poet_jax" in x
+        )
+        if imported in found and LAYERS.index(imported) >= LAYERS.index(name)
+    ]
+    assert not wrong
+
+
+def test_only_public_modules_of_jax_are_imported():
+    for path in PACKAGE.rglob("*.py"):
+        assert "jax._src" not in path.read_text(), path
+        assert not any("._" in x for x in imports(path) if "poet_jax" not in x), path
+
+
+def test_the_public_names_are_listed_and_exist():
+    assert len(set(poet_jax.__all__)) == len(poet_jax.__all__)
+    assert all(hasattr(poet_jax, name) for name in poet_jax.__all__)

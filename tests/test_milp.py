@@ -1,0 +1,158 @@
+"""The sparse MILP where brute force does not reach, and what it once got wrong."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import HEURISTICS, attempt, budgeted_graphs, graphs, peak_bytes, solvers
+
+import poet_jax
+
+by_solver = pytest.mark.parametrize("solver", ["CBC", "HIGHS"])
+
+
+def twelve_nodes():
+    """Shrunk from a random graph: n1 runs again while v5 waits for n4 to run again.
+
+    Row (9) for n1 in stage 10 must count v5, which only the later rerun of n4 uses.
+    """
+    nbytes = [0, 10, 6, 12, 2, 9, 9, 6, 6, 11, 3, 10, 1, 7]
+    values = tuple(
+        poet_jax.Value(f"v{i}", n, pageable=i not in (2, 7, 10))
+        for i, n in enumerate(nbytes)
+    )
+    reads = [(0,), (1,), (3,), (2, 4), (5,), (6,), (7,), (8, 6), (9, 5), (10, 4)]
+    reads += [(2, 11), (1, 12)]
+    writes = [(1,), (2, 3), *((i,) for i in range(4, 14))]
+    graph = poet_jax.Graph(
+        values,
+        tuple(
+            poet_jax.Node(f"n{i}", r, w)
+            for i, (r, w) in enumerate(zip(reads, writes, strict=True))
+        ),
+        arguments=(0,),
+        outputs=(13, 6),
+    )
+
+    def row(*numbers):
+        return np.array(numbers, float)
+
+    return graph, poet_jax.Costs(
+        seconds=row(7, 4, 8, 2, 6, 2, 4, 2, 1, 5, 6, 9),
+        joules=row(1, 9, 3, 6, 1, 6, 3, 4, 5, 6, 2, 4),
+        workspace_bytes=np.array([2, 4, 1, 1, 3, 3, 0, 1, 4, 0, 3, 3]),
+        nbytes=np.array(nbytes),
+        page_in_seconds=row(6, 0, 2, 2, 0, 5, 8, 2, 2, 5, 5, 0, 5, 5),
+        page_out_seconds=row(5, 4, 1, 9, 6, 6, 2, 9, 2, 6, 2, 1, 0, 9),
+        page_in_joules=row(3, 9, 6, 3, 1, 5, 0, 5, 3, 5, 1, 0, 2, 5),
+        page_out_joules=row(8, 7, 6, 7, 3, 4, 9, 3, 3, 3, 3, 3, 9, 6),
+    )
+
+
+@by_solver
+def test_a_rerun_waits_for_no_room_that_a_later_rerun_needs(solver):
+    graph, costs = twelve_nodes()
+    planner = solvers()[solver]
+    error = attempt(planner, graph, costs, 31)
+    assert (error.smallest_bytes, error.exact) == (32, True)
+    plan = attempt(planner, graph, costs, 32)
+    assert isinstance(plan, poet_jax.Plan)
+    assert plan.status is poet_jax.Status.OPTIMAL
+    assert plan.objective == 78
+
+
+@by_solver
+@settings(max_examples=60)
+@given(case=graphs(min_nodes=9, max_nodes=13, static_watts=(0.0,)))
+def test_the_smallest_budget_is_planned_and_proven(solver, case):
+    graph, costs = case
+    error = attempt(solvers()[solver], graph, costs, 1)
+    if isinstance(error, poet_jax.Plan):
+        return
+    assert error.exact
+    plan = attempt(solvers()[solver], graph, costs, error.smallest_bytes)
+    assert isinstance(plan, poet_jax.Plan)
+    assert plan.status is poet_jax.Status.OPTIMAL
+
+
+@settings(max_examples=40)
+@given(case=budgeted_graphs(min_nodes=9, max_nodes=13, static_watts=(0.0,)))
+def test_without_stalls_to_pay_for_every_graph_is_solved_to_optimality(case):
+    graph, costs, budget = case
+    cbc, highs = (attempt(p, graph, costs, budget) for p in solvers().values())
+    assert type(cbc) is type(highs)
+    if isinstance(cbc, poet_jax.Plan):
+        assert cbc.status is highs.status is poet_jax.Status.OPTIMAL
+        assert cbc.objective == pytest.approx(highs.objective, rel=1e-6)
+
+
+@by_solver
+@settings(max_examples=4)
+@given(case=graphs(min_nodes=33, max_nodes=44), share=st.sampled_from([0.4, 0.7]))
+def test_a_graph_too_long_to_be_exact_has_a_true_bound(solver, case, share):
+    graph, costs = case
+    planner = dataclasses.replace(solvers()[solver], time_limit_seconds=2)
+    peak = peak_bytes(graph, costs)
+    plan = attempt(planner, graph, costs, int(share * peak))
+    if isinstance(plan, poet_jax.BudgetTooSmall):
+        smallest = plan.smallest_bytes
+        plan = attempt(planner, graph, costs, smallest)
+        assert isinstance(plan, poet_jax.Plan)
+        budget = smallest
+    else:
+        budget = int(share * peak)
+    usage = poet_jax.simulate(poet_jax.lower(graph, plan), costs)
+    assert usage.peak_bytes <= budget
+    for other in HEURISTICS.values():
+        found = attempt(other, graph, costs, budget)
+        if isinstance(found, poet_jax.Plan):
+            assert plan.bound <= found.objective * (1 + 1e-9)
+            assert plan.objective <= found.objective * (1 + 1e-9)
+
+
+@by_solver
+def test_a_plan_that_ran_out_of_time_is_not_called_optimal(solver):
+    graph, costs = twelve_nodes()
+    planner = dataclasses.replace(solvers()[solver], time_limit_seconds=1e-3)
+    plan = attempt(planner, graph, costs, 33)
+    if isinstance(plan, poet_jax.Plan):
+        optimal = plan.status is poet_jax.Status.OPTIMAL
+        assert optimal == (plan.gap <= planner.gap)
+        assert plan.bound <= 63
+
+
+@pytest.mark.parametrize("wrong", [{"solver": "GUROBI"}, {"objective": "money"}])
+def test_an_option_that_is_not_known_is_refused_with_what_to_type(wrong):
+    with pytest.raises(ValueError, match="Type"):
+        poet_jax.MilpPlanner(**wrong)
+
+
+def test_a_key_is_computed_again_and_not_paged():
+    """A key is read at both ends of the step; paging it would be free, but may not be.
+
+    key --> big --> small --> end
+     \\________________________/
+    """
+    values = (
+        poet_jax.Value("key", 9, pageable=False),
+        poet_jax.Value("big", 9),
+        poet_jax.Value("small", 9),
+        poet_jax.Value("end", 1),
+    )
+    nodes = (
+        poet_jax.Node("key", (), (0,)),
+        poet_jax.Node("big", (0,), (1,)),
+        poet_jax.Node("small", (1,), (2,)),
+        poet_jax.Node("end", (0, 2), (3,)),
+    )
+    graph = poet_jax.Graph(values, nodes, outputs=(3,))
+    free = np.zeros(4)
+    costs = poet_jax.Costs(
+        np.ones(4), np.ones(4), np.zeros(4, int), np.array([9, 9, 9, 1]), *(free,) * 4
+    )
+    for planner in (*solvers().values(), poet_jax.PaperPlanner("HIGHS")):
+        plan = planner(graph, costs, poet_jax.Budget(19))
+        program = poet_jax.lower(graph, plan)
+        assert (program.recomputed, program.last_page_in) == (1, {})

@@ -1,0 +1,161 @@
+"""`lower` places every Free as early as it can, and refuses what cannot run."""
+
+import pytest
+from hypothesis import given, settings
+from strategies import HEURISTICS, attempt, budgeted_graphs, solvers
+
+import poet_jax
+from poet_jax.plan import Compute, PageIn, PageOut
+from poet_jax.program import Free
+
+
+def diamond(**options):
+    """a -> b, a -> c, (b, c) -> d; d is the output.
+
+        a
+       / \\
+      b   c
+       \\ /
+        d
+    """
+    values = tuple(poet_jax.Value(name, 4) for name in "abcd")
+    nodes = (
+        poet_jax.Node("a", (), (0,), **options),
+        poet_jax.Node("b", (0,), (1,)),
+        poet_jax.Node("c", (0,), (2,)),
+        poet_jax.Node("d", (1, 2), (3,)),
+    )
+    return poet_jax.Graph(values, nodes, outputs=(3,))
+
+
+def plan(*actions):
+    return poet_jax.Plan(actions, poet_jax.Status.HEURISTIC, 0.0, 0.0, "by hand")
+
+
+def in_steps(instructions):
+    """[(action, values freed right after it)]"""
+    steps = []
+    for x in instructions:
+        if isinstance(x, Free):
+            steps[-1][1].add(x.value)
+        else:
+            steps.append((x, set()))
+    return steps
+
+
+def test_frees_come_right_after_the_last_read():
+    program = poet_jax.lower(diamond(), plan(*map(Compute, range(4))))
+    assert program.instructions == (
+        Compute(0),
+        Compute(1),
+        Compute(2),
+        Free(0),
+        Compute(3),
+        Free(1),
+        Free(2),
+    )
+
+
+def test_a_value_that_comes_back_is_freed_before():
+    program = poet_jax.lower(
+        diamond(),
+        plan(
+            Compute(0), PageOut(0), Compute(1), PageIn(0), Compute(2),
+            Compute(0), Compute(1), Compute(3),
+        ),
+    )  # fmt: skip
+    assert in_steps(program.instructions) == [
+        (Compute(0), set()),
+        (PageOut(0), set()),
+        (Compute(1), {0, 1}),  # a is on storage, and b is computed again
+        (PageIn(0), set()),
+        (Compute(2), {0}),
+        (Compute(0), set()),
+        (Compute(1), {0}),
+        (Compute(3), {1, 2}),
+    ]
+    assert program.recomputed == 2
+    assert program.last_page_in == {0: program.instructions.index(PageIn(0))}
+
+
+def test_arguments_that_the_caller_keeps_are_never_freed():
+    values = tuple(poet_jax.Value(name, 4) for name in "xyz")
+    graph = poet_jax.Graph(
+        values,
+        (poet_jax.Node("z", (0, 1), (2,)),),
+        arguments=(0, 1),
+        outputs=(2,),
+        donated=frozenset({1}),
+    )
+    instructions = poet_jax.lower(graph, plan(Compute(0))).instructions
+    assert instructions == (Compute(0), Free(1))
+
+
+@pytest.mark.parametrize(
+    ("actions", "problem"),
+    [
+        ([Compute(1)], "before 'a'"),
+        ([Compute(0), Compute(1), Compute(2)], "every node"),
+        ([PageOut(0)], "not in RAM"),
+        ([Compute(0), PageOut(0), PageOut(0)], "twice"),
+        ([Compute(0), PageIn(0)], "not paged out"),
+        ([Compute(0), Compute(0)], "effects"),
+    ],
+)
+def test_a_plan_that_cannot_run_is_refused(actions, problem):
+    with pytest.raises(poet_jax.PlanInvalid, match=problem):
+        poet_jax.lower(diamond(repeatable=False), plan(*actions))
+
+
+def test_a_prng_key_is_not_paged():
+    graph = poet_jax.Graph(
+        (poet_jax.Value("key", 8, pageable=False),), (poet_jax.Node("key", (), (0,)),)
+    )
+    with pytest.raises(poet_jax.PlanInvalid, match="PRNG key"):
+        poet_jax.lower(graph, plan(Compute(0), PageOut(0)))
+
+
+PLANNERS = [*HEURISTICS.values(), solvers()["HIGHS"]]
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+@settings(max_examples=80)
+@given(case=budgeted_graphs())
+def test_what_is_in_ram_is_read_again_or_returned(planner, case):
+    """After the frees at a point, a value in RAM is pinned, or read before it is next
+    produced, or an output; and nothing is read that is not there."""
+    graph, costs, budget = case
+    made = attempt(planner, graph, costs, budget)
+    if isinstance(made, poet_jax.BudgetTooSmall):
+        return
+    program = poet_jax.lower(graph, made)
+    instructions = program.instructions
+    assert tuple(x for x in instructions if not isinstance(x, Free)) == made.actions
+
+    def reads(x):
+        if isinstance(x, Compute):
+            return graph.nodes[x.node].reads
+        return (x.value,) if isinstance(x, PageOut) else ()
+
+    def brings(x):
+        if isinstance(x, Compute):
+            return graph.nodes[x.node].writes
+        return (x.value,) if isinstance(x, PageIn) else ()
+
+    needed = set(graph.outputs) | graph.pinned
+    needed_after = []
+    for x in reversed(instructions):
+        needed_after.append(set(needed))
+        needed = (needed - set(brings(x))) | set(reads(x)) | graph.pinned
+    needed_after.reverse()
+    ram = set(graph.initial)
+    for row, x in enumerate(instructions):
+        assert ram.issuperset(reads(x))
+        if isinstance(x, Free):
+            assert x.value not in graph.pinned
+            ram.remove(x.value)
+        ram.update(brings(x))
+        following = instructions[row + 1 : row + 2]
+        if not following or not isinstance(following[0], Free):
+            assert ram <= needed_after[row]
+    assert ram.issuperset(graph.outputs)

@@ -1,0 +1,67 @@
+"""The Python in README.md and docs/ runs, and prints what the page says it prints.
+
+The blocks of a page run in order in one namespace. A block ```text output directly
+after a ```python block is what that block prints; planning times are not compared.
+"""
+
+import contextlib
+import io
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```(?P<kind>[^\n`]*)\n(?P<body>.*?)^```$", re.M | re.S)
+
+
+def blocks(text):
+    """(code, number of its first line, expected output or None) of each block."""
+    fences = list(FENCE.finditer(text))
+    for number, fence in enumerate(fences):
+        if fence["kind"] != "python":
+            continue
+        expected = None
+        following = fences[number + 1] if number + 1 < len(fences) else None
+        if following and following["kind"] == "text output":
+            between = text[fence.end() : following.start()]
+            assert not between.strip(), f"{between!r} is before the output of a block"
+            expected = following["body"]
+        yield fence["body"], 1 + text.count("\n", 0, fence.start("body")), expected
+
+
+def comparable(text):
+    """`text` without trailing spaces and planning times."""
+    lines = [line.rstrip() for line in text.strip().splitlines()]
+    times = r"(plan by \w+ in|  \w+Planner,) \d+\.\d s"
+    return re.sub(times, r"\1 _ s", "\n".join(lines))
+
+
+def run(text, name):
+    """Run the page's blocks; the number of those whose output was compared."""
+    namespace, compared = {"__name__": "__main__"}, 0
+    for code, line, expected in blocks(text):
+        printed = io.StringIO()
+        # Blank lines before it, so that a traceback shows the page's line numbers.
+        compiled = compile("\n" * (line - 1) + code, name, "exec")
+        with contextlib.redirect_stdout(printed):
+            exec(compiled, namespace)
+        if expected is not None:
+            assert comparable(printed.getvalue()) == comparable(expected), line
+            compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_page_runs_and_prints_what_it_says(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text()
+    assert text.count("```text output") == run(text, page.name)
+
+
+def test_an_output_that_differs_fails():
+    page = "```python\nprint(1 + 1)\n```\n\n```text output\n{}\n```\n"
+    assert run(page.format("2"), "page") == 1
+    with pytest.raises(AssertionError):
+        run(page.format("3"), "page")

@@ -1,0 +1,195 @@
+"""A store gives back the bytes it was given, or says why not; it leaves nothing."""
+
+import errno
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import poet_jax
+
+
+def page(nbytes, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+def read(store, key, nbytes, name="a"):
+    into = np.full(nbytes, 255, np.uint8)
+    store.read(key, into, name)
+    return into
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4095, 4096, 100_000])
+def test_the_same_bytes_come_back_as_often_as_asked(store, nbytes):
+    data = page(nbytes)
+    store.write(7, data, "a")
+    assert store.nbytes == nbytes
+    for _ in range(2):
+        np.testing.assert_array_equal(read(store, 7, nbytes), data)
+    store.delete(7)
+    assert store.nbytes == 0
+
+
+def test_a_store_keeps_a_copy_and_gives_one(store):
+    data = page(10)
+    expected = data.copy()
+    store.write(0, data, "a")
+    data[:] = 0
+    read(store, 0, 10)[:] = 1
+    np.testing.assert_array_equal(read(store, 0, 10), expected)
+
+
+def test_a_closed_store_is_empty_and_may_be_used_again(store):
+    store.write(0, page(10), "a")
+    store.close()
+    assert store.nbytes == 0
+    store.write(0, page(20, seed=1), "a")
+    np.testing.assert_array_equal(read(store, 0, 20), page(20, seed=1))
+
+
+def test_a_page_of_another_size_is_refused(tmp_path):
+    store = poet_jax.FileStore(tmp_path)
+    store.write(0, page(10), "layer1/kernel")
+    for nbytes in (9, 11):
+        with pytest.raises(poet_jax.PageStoreError, match="layer1/kernel"):
+            read(store, 0, nbytes, "layer1/kernel")
+
+
+@pytest.mark.parametrize("make", [poet_jax.HostStore, poet_jax.FileStore])
+@settings(max_examples=60)
+@given(moves=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), max_size=40))
+def test_pages_never_overlap(make, moves):
+    """A move writes page `key` with `size` bytes, or deletes it if it is there."""
+    store, kept = make(), {}
+    for number, (key, size) in enumerate(moves):
+        if key in kept:
+            store.delete(key)
+            del kept[key]
+        else:
+            kept[key] = page(size, seed=number)
+            store.write(key, kept[key], "a")
+        assert store.nbytes == sum(data.nbytes for data in kept.values())
+        for other, data in kept.items():
+            np.testing.assert_array_equal(read(store, other, data.nbytes), data)
+    store.close()
+
+
+def size_of(store):
+    return os.fstat(store._file.fileno()).st_size
+
+
+def test_room_that_was_freed_is_used_again(tmp_path):
+    """10 pages of 10 bytes, freed in any order, make room for one of 100."""
+    store = poet_jax.FileStore(tmp_path)
+    for key in range(10):
+        store.write(key, page(10), "a")
+    for key in (3, 1, 2, 9, 0, 4, 8, 6, 5, 7):
+        store.delete(key)
+    store.write(0, page(100), "a")
+    assert size_of(store) == 100
+
+
+def test_a_file_store_leaves_no_name_in_its_folder(tmp_path):
+    store = poet_jax.FileStore(tmp_path)
+    store.write(0, page(10), "a")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: os.pwrite(file.fileno(), b"\xff\xff\xff\xff", 50),
+        lambda file: os.ftruncate(file.fileno(), 60),
+        lambda file: os.ftruncate(file.fileno(), 0),
+    ],
+)
+def test_damaged_bytes_are_refused_by_name(tmp_path, damage):
+    store = poet_jax.FileStore(tmp_path)
+    store.write(0, np.zeros(100, np.uint8), "layer1/kernel")
+    damage(store._file)
+    with pytest.raises(poet_jax.PageStoreError, match="layer1/kernel"):
+        read(store, 0, 100, "layer1/kernel")
+
+
+def test_a_full_disk_is_reported_by_name_and_keeps_nothing(tmp_path, monkeypatch):
+    store = poet_jax.FileStore(tmp_path)
+    store.write(0, page(10), "kept")
+    pwrite = os.pwrite
+
+    def full(descriptor, data, offset):
+        if offset >= 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return pwrite(descriptor, data[:5], offset)  # and short writes before
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(poet_jax.PageStoreError, match="'big'.*No space left") as caught:
+        store.write(1, page(40), "big")
+    assert "store_bytes" in str(caught.value)
+    assert store.nbytes == 10
+    store.write(1, page(10, seed=2), "small")
+    np.testing.assert_array_equal(read(store, 0, 10), page(10))
+    np.testing.assert_array_equal(read(store, 1, 10), page(10, seed=2))
+
+
+def test_a_folder_that_is_not_one_is_refused(tmp_path):
+    with pytest.raises(poet_jax.PageStoreError, match="not a folder"):
+        poet_jax.FileStore(tmp_path / "missing")
+
+
+def test_a_folder_that_vanished_is_reported(tmp_path):
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    store = poet_jax.FileStore(folder)
+    folder.rmdir()
+    with pytest.raises(poet_jax.PageStoreError, match="'a'"):
+        store.write(0, page(10), "a")
+
+
+class Failing(poet_jax.HostStore):
+    """Fails at the `count`-th call of `method`."""
+
+    def __init__(self, method, count):
+        super().__init__()
+        self.method, self.count = method, count
+
+    def step(self, method):
+        if method == self.method:
+            self.count -= 1
+            if self.count == 0:
+                raise poet_jax.PageStoreError("'x' could not be moved")
+
+    def write(self, key, data, name):
+        self.step("write")
+        super().write(key, data, name)
+
+    def read(self, key, into, name):
+        self.step("read")
+        super().read(key, into, name)
+
+
+@pytest.mark.parametrize("method", ["write", "read"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_step_whose_store_fails_raises_and_the_next_one_works(method, count):
+    import jax
+    import jax.numpy as jnp
+    from strategies import DEVICE, attempt
+
+    def loss(w, x):
+        for _ in range(4):
+            x = jnp.sin(x @ w)
+        return x.sum()
+
+    fun, x = jax.grad(loss), jnp.ones((64, 64)) / 64
+    graph = poet_jax.order(poet_jax.coarsen(poet_jax.trace(fun, x, x)))
+    costs = poet_jax.price(graph, DEVICE)
+    error = attempt(poet_jax.paging_only, graph, costs, 1)
+    plan = attempt(poet_jax.paging_only, graph, costs, error.smallest_bytes)
+    store = Failing(method, count)
+    runner = poet_jax.HostExecutor(store)(poet_jax.lower(graph, plan))
+    with pytest.raises(poet_jax.PageStoreError, match="could not be moved"):
+        runner(x, x)
+    assert store.nbytes == 0
+    np.testing.assert_allclose(runner(x, x), fun(x, x), rtol=1e-5)
+    assert store.nbytes == 0

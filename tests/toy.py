@@ -1,0 +1,25 @@
+"""A small function to schedule, and `schedule` with a fixed device and planner."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+import poet_jax
+
+OPTIONS = {
+    "planner": poet_jax.greedy,
+    "device": poet_jax.devices.RASPBERRY_PI_4,
+}
+schedule = functools.partial(poet_jax.schedule, **OPTIONS)
+W = jnp.eye(16) * 0.9 + 0.01
+X = jnp.linspace(-1.0, 1.0, 64 * 16).reshape(64, 16)
+
+
+def loss(w, x):
+    for _ in range(4):
+        x = jnp.tanh(x @ w)
+    return (x**2).mean()
+
+
+gradient = jax.grad(loss)
