@@ -10,9 +10,9 @@ LAYERS = """
     units errors graph trace coarsen order store compile device price plan program
     simulate
     planners planners.judge planners.keep_all planners.sqrt planners.greedy
-    planners.solver planners.relaxation planners.milp planners.paper executors
-    executors.heap executors.buffers executors.host explain transform training nnx
-    linen train_step
+    planners.worker planners.solver planners.relaxation planners.milp planners.paper
+    executors executors.heap executors.buffers executors.host explain transform
+    training nnx linen train_step
     __init__
 """.split()
 

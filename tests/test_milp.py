@@ -1,6 +1,8 @@
 """The sparse MILP where brute force does not reach, and what it once got wrong."""
 
 import dataclasses
+import shutil
+import sys
 
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 from strategies import HEURISTICS, attempt, budgeted_graphs, graphs, peak_bytes, solvers
 
 import poet_jax
+from poet_jax.planners import solver
 
 by_solver = pytest.mark.parametrize("solver", ["CBC", "HIGHS"])
 
@@ -156,3 +159,22 @@ def test_a_key_is_computed_again_and_not_paged():
         plan = planner(graph, costs, poet_jax.Budget(19))
         program = poet_jax.lower(graph, plan)
         assert (program.recomputed, program.last_page_in) == (1, {})
+
+
+@pytest.mark.parametrize("dies", ["at once", "in the solve"])
+def test_a_crash_of_the_solver_leaves_the_best_heuristic(dies, monkeypatch, caplog):
+    graph, costs = twelve_nodes()
+    monkeypatch.setattr(solver, "_idle", [])
+    if dies == "at once":
+        monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    else:
+        monkeypatch.setattr(solver, "GRACE_SECONDS", -1e9)
+    plan = poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(40))
+    assert "CBC gave no answer" in caplog.text
+    assert plan.status is poet_jax.Status.FEASIBLE
+    usage = poet_jax.simulate(poet_jax.lower(graph, plan), costs)
+    assert usage.peak_bytes <= 40
+    monkeypatch.undo()
+    again = poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(40))
+    assert again.status is poet_jax.Status.OPTIMAL
+    assert again.objective <= plan.objective

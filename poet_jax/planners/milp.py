@@ -31,13 +31,7 @@ from poet_jax.planners.judge import (
     prefetch,
 )
 from poet_jax.planners.relaxation import relaxed_bound
-from poet_jax.planners.solver import (
-    BINARY,
-    bound_of,
-    new_model,
-    solving,
-    xsum,
-)
+from poet_jax.planners.solver import Model, check_solver, xsum
 from poet_jax.price import Costs
 
 # Up to this many nodes every earlier node may run again in every stage, which is exact;
@@ -71,21 +65,16 @@ class MilpPlanner:
     paging: bool = True
 
     def __post_init__(self):
-        for name, allowed in (
-            ("solver", ("CBC", "HIGHS")),
-            ("objective", ("energy", "time")),
-        ):
-            if getattr(self, name) not in allowed:
-                raise ValueError(
-                    f"MilpPlanner was asked for {name}={getattr(self, name)!r}. It "
-                    f"knows {' and '.join(map(repr, allowed))}. Type "
-                    f"{name}={allowed[0]!r}."
-                )
+        check_solver(self.solver)
+        if self.objective not in ("energy", "time"):
+            raise ValueError(
+                f"MilpPlanner was asked for objective={self.objective!r}. It knows "
+                "'energy' and 'time'. Type objective='energy'."
+            )
 
     def __call__(self, graph: Graph, costs: Costs, budget: Budget) -> Plan:
         since = time.monotonic()
-        with solving():
-            return _Search(self, graph, costs, budget, since).plan()
+        return _Search(self, graph, costs, budget, since).plan()
 
 
 class _Search:
@@ -226,7 +215,7 @@ class Formulation:
         self.count = len(graph.nodes)
         self.is_exact = self.count <= EXACT_NODES
         self.is_relaxation = True  # False once a deadline was tightened
-        self.model = new_model(planner.solver, planner.gap / 2)
+        self.model = Model(planner.solver, planner.gap / 2)
         self.nbytes = [int(n) for n in costs.nbytes]
         self.pinned_bytes = sum(self.nbytes[v] for v in graph.pinned)
         limit = costs.nbytes.sum() if budget is None else budget.memory_bytes
@@ -245,7 +234,7 @@ class Formulation:
         self.tightened: set[tuple[int, int]] = set()
         self.statistics = {
             "binaries": len(self.x) + len(self.r) + len(self.page_in),
-            "rows": self.model.num_rows,
+            "rows": len(self.model.rows),
             "rounds": 0,
         }
 
@@ -303,14 +292,13 @@ class Formulation:
 
     def _variables(self) -> None:
         graph, model = self.graph, self.model
-        binary = BINARY
         self.x = {
-            (v, k): model.add_var(var_type=binary)
+            (v, k): model.add_var(binary=True)
             for v, stages in self.touches.items()
             for k in range(len(stages) - 1)
         }
         self.r = {
-            (i, t): model.add_var(var_type=binary)
+            (i, t): model.add_var(binary=True)
             for t in range(self.count + 1)
             for i in self.candidates[t]
         }
@@ -327,7 +315,7 @@ class Formulation:
                 continue
             for t in stages[1:]:
                 if v in self.reads(t) or (v, t) in self.readers_in:
-                    self.page_in[v, t] = model.add_var(var_type=binary)
+                    self.page_in[v, t] = model.add_var(binary=True)
             if any((v, t) in self.page_in for t in stages):
                 self.page_out[v] = model.add_var(ub=1)
 
@@ -389,7 +377,7 @@ class Formulation:
         # In units of the largest number, so that no coefficient is far from one.
         self.unit = float(max([*self.nbytes, 1]))
         if self.budget is None:
-            self.memory = self.model.add_var(name="memory")
+            self.memory = self.model.add_var()
         else:
             self.memory: Any = self.budget.memory_bytes / self.unit
         for t in range(self.count):
@@ -417,17 +405,15 @@ class Formulation:
     def _cover_rows(self) -> bool:
         """(12) Forbid what broke a memory row by less than the solver's tolerance."""
         assert self.budget is not None
-        covers = []
+        before = len(self.covered)
         for terms, fixed in self.memory_rows:
-            chosen = [(n, variable) for n, variable in terms if variable.x > 0.5]
+            chosen = [(n, y) for n, y in terms if self.values[y.idx] > 0.5]
             key = tuple(variable.idx for _, variable in chosen)
             over = sum(n for n, _ in chosen) + fixed > self.budget.memory_bytes
             if chosen and over and key not in self.covered:
                 self.covered.add(key)
-                covers.append([variable for _, variable in chosen])
-        for cover in covers:  # after all values were read: a new row discards them
-            self.model += xsum(cover) <= len(cover) - 1
-        return bool(covers)
+                self.model += xsum(y for _, y in chosen) <= len(chosen) - 1
+        return len(self.covered) > before
 
     def tighten(self, judged: Judged) -> bool:
         """Add the rows that `judged` breaks; False if it breaks none."""
@@ -437,7 +423,7 @@ class Formulation:
         ):
             return self._tighten_deadline(judged)
         limit = (
-            self.memory.x * self.unit
+            self.values[self.memory.idx] * self.unit
             if self.budget is None
             else self.budget.memory_bytes
         )
@@ -545,7 +531,7 @@ class Formulation:
             (costs.page_out_seconds, storage),
         ):
             lane.extend(float(cost[v]) * y for v, y in self.page_out.items())
-        total = self.seconds = self.model.add_var(name="seconds")
+        total = self.seconds = self.model.add_var()
         self.model += total >= float(costs.seconds.sum()) + xsum(seconds)
         self.model += total >= xsum(storage)
         if self.budget.seconds is not None:
@@ -563,18 +549,18 @@ class Formulation:
     def solve(self, seconds: float, start: Judged | None):
         """(stages or None, a lower bound in the objective's unit)."""
         self.statistics["rounds"] += 1
-        if start is not None:
-            self.model.start = self._start(start)
-        self.model.optimize(max_seconds=seconds)
-        bound = (bound_of(self.model) or 0.0) * self.objective_unit
-        if not self.model.num_solutions:
+        known = [] if start is None else self._start(start)
+        solution = self.model.optimize(seconds, known)
+        bound = solution.bound * self.objective_unit
+        if solution.values is None:
             return None, bound
+        self.values = solution.values
         stages = Stages.empty(self.graph)
         for (i, t), variable in self.r.items():
-            if variable.x > 0.5:
+            if self.values[variable.idx] > 0.5:
                 stages.reruns[t].add(i)
         for (v, t), variable in self.page_in.items():
-            if variable.x > 0.5:
+            if self.values[variable.idx] > 0.5:
                 stages.page_ins[t].add(v)
                 stages.page_outs.add(v)
         return stages, bound

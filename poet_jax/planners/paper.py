@@ -21,14 +21,7 @@ from poet_jax.planners.judge import (
     keep_everything,
     prefetch,
 )
-from poet_jax.planners.solver import (
-    BINARY,
-    bound_of,
-    check_solver,
-    new_model,
-    solving,
-    xsum,
-)
+from poet_jax.planners.solver import Model, check_solver, xsum
 from poet_jax.price import Costs
 
 
@@ -99,22 +92,13 @@ class PaperPlanner:
 
     def solve(self, graph: Graph, costs: Costs, budget: Budget) -> PaperSolution | None:
         """The published optimum, or None if no solution was found in the time."""
-        with solving():
-            return self._solve(graph, costs, budget)
-
-    def _solve(
-        self, graph: Graph, costs: Costs, budget: Budget
-    ) -> PaperSolution | None:
         T = len(graph.nodes)
-        model = new_model(self.solver, self.gap)
+        model = Model(self.solver, self.gap)
 
         def matrix(upper: int):
             """[T, T] binaries; those with i - t >= `upper` are zero."""
             return [
-                [
-                    model.add_var(var_type=BINARY, ub=float(i - t < upper))
-                    for i in range(T)
-                ]
+                [model.add_var(binary=True, ub=float(i - t < upper)) for i in range(T)]
                 for t in range(T)
             ]
 
@@ -158,12 +142,14 @@ class PaperPlanner:
             for cost, M in ((costs.joules, R), (page_in, M_in), (page_out, M_out))
             for t, i in pairs
         )
-        model.optimize(max_seconds=self.time_limit_seconds)
-        if not model.num_solutions:
+        solution = model.optimize(self.time_limit_seconds)
+        if solution.values is None:
             return None
+        chosen = solution.values
 
         def values(M) -> np.ndarray:
-            return np.array([[y.x > 0.5 for y in row] for row in M]).reshape(T, T)
+            indices = [y.idx for row in M for y in row]
+            return (chosen[indices] > 0.5).reshape(T, T)
 
         return PaperSolution(
             R=values(R),
@@ -171,8 +157,8 @@ class PaperPlanner:
             S_storage=values(S_storage),
             M_in=values(M_in),
             M_out=values(M_out),
-            joules=float(model.objective_value) * unit,
-            bound=(bound_of(model) or 0.0) * unit,
+            joules=solution.objective * unit,
+            bound=solution.bound * unit,
         )
 
     def _memory(self, model, graph, costs, budget, edges, nbytes, R, S_ram) -> None:
@@ -189,7 +175,7 @@ class PaperPlanner:
         for i, k in edges:
             successors.setdefault(i, []).append(k)
         for t in range(T):
-            free = {edge: model.add_var(var_type=BINARY) for edge in edges}
+            free = {edge: model.add_var(binary=True) for edge in edges}
             for i, k in edges:
                 later = [R[t][j] for j in successors[i] if j > k]
                 hazards = 1 - R[t][k] + xsum(later)

@@ -9,7 +9,7 @@ this order of nodes is a solution, and the minimum is a bound for all of them.
 from poet_jax.graph import Graph
 from poet_jax.plan import Budget
 from poet_jax.planners.judge import keep_all_objective
-from poet_jax.planners.solver import BINARY, bound_of, new_model, xsum
+from poet_jax.planners.solver import Model, xsum
 from poet_jax.price import Costs
 
 
@@ -17,7 +17,7 @@ def relaxed_bound(
     graph: Graph, costs: Costs, budget: Budget, planner, seconds: float
 ) -> float:
     """Joules or seconds that no plan within `budget` can go below."""
-    model = new_model(planner.solver, planner.gap / 2)
+    model = Model(planner.solver, planner.gap / 2)
     nodes = graph.nodes
     nbytes = [int(n) for n in costs.nbytes]
     unit = float(max([*nbytes, 1]))
@@ -36,7 +36,7 @@ def relaxed_bound(
         for start, stop in zip(ends, ends[1:], strict=False):
             if stop <= start + 1:
                 continue
-            x = model.add_var(var_type=BINARY)
+            x = model.add_var(binary=True)
             ways = [x]
             if rerun is not None:
                 again.append(model.add_var(ub=1))
@@ -80,5 +80,4 @@ def relaxed_bound(
         value += xsum(cost * y for cost, y in joules)
     objective_unit = keep_all_objective(costs, planner.objective) / 1000 or 1.0
     model.objective = value * (1 / objective_unit)
-    model.optimize(max_seconds=seconds)
-    return (bound_of(model) or 0.0) * objective_unit
+    return model.optimize(seconds).bound * objective_unit

@@ -1,37 +1,34 @@
-"""The boundary to python-mip: models, bounds, and two of its pitfalls.
+"""The boundary to the solvers: a program is recorded here and solved in `worker.py`.
 
-Its annotations do not admit Python floats, so what it returns counts as `Any` here. And
-a model that the garbage collector finds while another model is in a call to the
-solver's library deadlocks: one thread takes the library's lock twice. `solving` keeps
-the collector out.
+CBC may abort its process, and does not always stop in time. So python-mip runs in a
+process of its own, which is killed and replaced where that happens: the planner then
+goes on with what it has.
 """
 
-import contextlib
-import gc
+import dataclasses
 import importlib.util
+import itertools
 import logging
+import math
+import os
+import pathlib
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
 from typing import Any
 
 import mip
+import numpy as np
 
-# `verbose = 0` silences the solvers; python-mip itself still tells of every start.
-logging.getLogger("mip").setLevel(logging.WARNING)
-
-BINARY = mip.BINARY
 xsum: Any = mip.xsum
 
+# A solver that is not back this long after its time limit is killed.
+GRACE_SECONDS = 10.0
 
-@contextlib.contextmanager
-def solving():
-    """Every model is built, solved and dropped within such a block."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.collect(0)  # what was made in the block is young still
-        if enabled:
-            gc.enable()
+_idle: list[subprocess.Popen] = []
+os.register_at_fork(after_in_child=_idle.clear)  # they answer to the parent
 
 
 def check_solver(solver: str) -> None:
@@ -49,16 +46,104 @@ def check_solver(solver: str) -> None:
         )
 
 
-def new_model(solver: str, gap: float) -> Any:
-    """An empty, silent minimisation that stops at the relative gap."""
-    model = mip.Model(sense=mip.MINIMIZE, solver_name=solver)
-    model.verbose = 0
-    model.max_mip_gap = gap
-    model.max_mip_gap_abs = 1e-12
-    return model
+@dataclasses.dataclass(frozen=True)
+class Solution:
+    """What a solver found in its time.
+
+    Attributes:
+      values: [variables], or None if it found no solution.
+      objective: of `values`.
+      bound: no solution has less; 0.0 where the solver has none, as no program here
+        has a negative cost.
+    """
+
+    values: np.ndarray | None = None
+    objective: float = math.inf
+    bound: float = 0.0
 
 
-def bound_of(model: Any) -> float | None:
-    """The proven lower bound of the last solve, or None if there is none."""
-    bound = model.objective_bound
-    return None if bound is None or not abs(bound) < 1e30 else float(bound)
+class Model:
+    """A minimisation over variables that are at least zero.
+
+    `model += row` takes a comparison of python-mip's expressions. `objective` is one.
+    """
+
+    def __init__(self, solver: str, gap: float):
+        self.solver, self.gap = solver, gap
+        self.upper: list[float] = []
+        self.binary: list[bool] = []
+        self.rows: list[Any] = []
+        self.objective: Any = None
+
+    def add_var(self, *, ub: float = math.inf, binary: bool = False) -> Any:
+        """A variable, continuous or binary, of at most `ub`."""
+        self.upper.append(min(ub, 1.0) if binary else ub)
+        self.binary.append(binary)
+        return mip.Var(self, len(self.upper) - 1)  # pyright: ignore[reportArgumentType]
+
+    def __iadd__(self, row: Any) -> "Model":
+        self.rows.append(row)
+        return self
+
+    def optimize(
+        self, seconds: float, start: Iterable[tuple[Any, float]] = ()
+    ) -> Solution:
+        """The Solution after `seconds` or at the relative gap, `start` given."""
+        terms = [row.expr for row in self.rows]
+        flat = itertools.chain.from_iterable
+        problem = {
+            "solver": self.solver,
+            "gap": self.gap,
+            "seconds": seconds,
+            "upper": self.upper,
+            "binary": self.binary,
+            "objective": [(y.idx, c) for y, c in self.objective.expr.items()],
+            "constant": self.objective.const,
+            "lengths": np.array([len(x) for x in terms], int),
+            "columns": np.fromiter((y.idx for y in flat(terms)), int),
+            "coefficients": np.fromiter(flat(x.values() for x in terms), float),
+            "senses": [row.sense for row in self.rows],
+            "constants": [row.const for row in self.rows],
+            "start": [(y.idx, value) for y, value in start],
+        }
+        answer = _ask(problem, seconds)
+        if isinstance(answer, Exception):
+            raise answer
+        if answer is None:
+            logging.getLogger(__name__).warning(
+                "%s gave no answer; planning goes on without it", self.solver
+            )
+            return Solution()
+        values, value, bound = answer
+        return Solution(values and np.array(values), value, bound)
+
+
+def _ask(problem: dict, seconds: float) -> Any:
+    """The worker's answer; None if it crashed or had to be killed."""
+    worker = _idle.pop() if _idle else None
+    if worker is None or worker.poll() is not None:
+        path = str(pathlib.Path(__file__).with_name("worker.py"))
+        worker = subprocess.Popen(
+            [sys.executable, "-P", path],  # -P: files beside it hide no module
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+    assert worker.stdin and worker.stdout
+    timer = threading.Timer(seconds + GRACE_SECONDS, worker.kill)
+    timer.daemon = True
+    timer.start()
+    try:
+        pickle.dump(problem, worker.stdin)
+        worker.stdin.flush()
+        answer = pickle.load(worker.stdout)
+    except (EOFError, OSError, pickle.UnpicklingError):
+        return None
+    else:
+        _idle.append(worker)
+        return answer
+    finally:
+        timer.cancel()
+        if worker not in _idle:
+            worker.kill()
+            worker.communicate()
