@@ -4,6 +4,7 @@ import hypothesis
 import pytest
 
 import poet_jax
+import poet_jax.compile
 
 hypothesis.settings.register_profile(
     "poet_jax",
@@ -18,6 +19,9 @@ hypothesis.settings.register_profile(
     ],
 )
 hypothesis.settings.load_profile("poet_jax")
+
+# The tests' arrays are small, and they are to take the way that large ones take.
+poet_jax.compile.RECYCLED_BYTES = 1
 
 
 @pytest.fixture(params=["HostStore", "FileStore"])

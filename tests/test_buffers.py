@@ -1,6 +1,7 @@
 """Buffers are reused within a limit, and nobody's view of an array ever changes."""
 
 import dataclasses
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import poet_jax
-from poet_jax.compile import nbytes_of
+from experiments import memory
+from poet_jax.compile import is_plain, nbytes_of
 from poet_jax.executors.buffers import Pool, view
 from poet_jax.plan import PageIn, PageOut
 
@@ -99,12 +101,20 @@ def test_results_are_never_overwritten_by_later_runs():
         np.testing.assert_allclose(result, jax.jit(fun)(x), rtol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["bool", "int4", "uint2", "int8", "float4_e2m1fn", "bfloat16", "complex64"],
-)
+DTYPES = ["bool", "int4", "uint2", "int8", "float4_e2m1fn", "bfloat16", "complex64"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_memory_that_is_written_to_is_as_large_as_numpy_says(dtype):
+    """XLA allocates less for types of less than a byte; `view` would overrun it."""
+    dtype = jnp.dtype(dtype)
+    compiled = jax.jit(lambda x: x.astype(dtype)).lower(jnp.ones(1024)).compile()
+    allocated_bytes = compiled.memory_analysis().output_size_in_bytes
+    assert is_plain(dtype) == (allocated_bytes == 1024 * dtype.itemsize)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_pages_of_every_dtype_come_back(dtype):
-    """XLA packs types of less than a byte, so their memory is not what NumPy sees."""
     dtype = jnp.dtype(dtype)
 
     def fun(x):
@@ -128,3 +138,32 @@ def test_pages_of_every_dtype_come_back(dtype):
         for got, want in zip(runner(x), expected, strict=True):
             np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
     assert runner.last_run.bytes_paged_in == graph.values[early].nbytes
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@pytest.mark.parametrize("planner", [poet_jax.greedy, poet_jax.paging_only])
+def test_the_process_grows_by_no_more_than_the_budget_and_a_slack(planner):
+    """Law 9, with 100 MiB of values of 4 MiB each within 40 of them."""
+
+    def loss(w, x):
+        for _ in range(24):
+            x = jnp.sin(x @ w)
+        return x.sum()
+
+    w, x = jnp.ones((256, 256)) / 256, jnp.ones((4096, 256))
+    budget_bytes = 40 * 2**20
+    scheduled = poet_jax.schedule(
+        jax.grad(loss),
+        budget_bytes,
+        device=poet_jax.devices.RASPBERRY_PI_4,
+        planner=planner,
+    )
+    assert scheduled.plan(w, x).baseline.peak_bytes > 100 * 2**20
+    scheduled(w, x)
+    for _ in range(3):
+        memory.reset_high_water()
+        before = memory.resident_bytes()
+        scheduled(w, x)
+        rise = memory.high_water_bytes() - before
+        print(rise/2**20)
+        assert rise <= 1.05 * budget_bytes + 16 * 2**20
