@@ -165,5 +165,4 @@ def test_the_process_grows_by_no_more_than_the_budget_and_a_slack(planner):
         before = memory.resident_bytes()
         scheduled(w, x)
         rise = memory.high_water_bytes() - before
-        print(rise/2**20)
         assert rise <= 1.05 * budget_bytes + 16 * 2**20

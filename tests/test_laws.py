@@ -142,10 +142,10 @@ def test_no_heuristic_beats_optimal_and_the_solvers_agree(case):
         assert cbc.objective == pytest.approx(highs.objective, rel=1e-6)
 
 
-# Law 5. Greedy may break it: a later eviction can make an earlier one cheaper.
+# Law 5.
 
 
-@pytest.mark.parametrize("name", [name for name in PLANNERS if name != "greedy"])
+@by_planner
 @settings(max_examples=100)
 @given(case=budgeted_graphs(), more=st.integers(1, 12))
 def test_more_budget_never_costs_more(name, case, more):

@@ -12,6 +12,7 @@ from poet_jax.planners.judge import (
     judge,
     keep_all_objective,
     keep_everything,
+    objective_of,
     prefetch,
 )
 from poet_jax.price import Costs
@@ -51,21 +52,30 @@ def evict(
     paging: bool = True,
     objective: str = "energy",
 ) -> Judged:
-    """The first state of an eviction sequence, which no budget changes, that fits.
+    """The cheapest state that fits of an eviction sequence, which no budget changes.
 
-    Where none does, the state with the smallest peak is returned.
+    So more budget never costs more joules (without static watts; seconds depend on the
+    room for prefetching). Where no state fits, the one with the smallest peak is
+    returned.
     """
     eviction = _Eviction(graph, costs, remat, paging, objective)
-    judged = leanest = keep_everything(graph, costs)
-    while not fits(judged.usage, budget):
-        if not eviction.step(judged):
-            return leanest
-        judged = judge(graph, costs, eviction.stages().actions(graph))
-        if judged.usage.peak_bytes <= budget.memory_bytes:
-            judged = prefetch(graph, costs, judged, budget)
-        if judged.usage.peak_bytes < leanest.usage.peak_bytes:
-            leanest = judged
-    return judged
+    state = leanest = keep_everything(graph, costs)
+    if fits(state.usage, budget):
+        return state  # nothing is cheaper
+    best = None
+    while True:
+        judged = state
+        if state.usage.peak_bytes <= budget.memory_bytes:
+            judged = prefetch(graph, costs, state, budget)
+        if fits(judged.usage, budget):
+            value = objective_of(judged.usage, objective)
+            if best is None or value < objective_of(best.usage, objective):
+                best = judged
+        if state.usage.peak_bytes < leanest.usage.peak_bytes:
+            leanest = state
+        if not eviction.step(state):
+            return best or leanest
+        state = judge(graph, costs, eviction.stages().actions(graph))
 
 
 class _Eviction:
