@@ -7,7 +7,7 @@ from poet_jax.graph import Graph
 from poet_jax.plan import Budget, Compute, PageIn, Plan
 from poet_jax.program import Free, Program
 from poet_jax.simulate import Usage
-from poet_jax.units import format_bytes, format_joules, format_seconds
+from poet_jax.units import format_bytes, format_count, format_joules, format_seconds
 
 
 def decisions(program: Program) -> dict[int, str]:
@@ -52,7 +52,8 @@ def table(
         f"{len(graph.nodes)} nodes, {len(graph.values)} values, budget {budget}",
         *(f"  {a:18s} {b:>12s} {c:>12s} {d:>9s}" for a, b, c, d in rows),
         f"  values: {counts['keep']} kept, {counts['remat']} rematerialised, "
-        f"{counts['page']} paged; {program.recomputed} nodes run again",
+        f"{counts['page']} paged; "
+        f"{format_count(program.recomputed, 'node')} run again",
         f"  {plan.planner}, {plan.solve_seconds:.1f} s: bound {plan.bound:.6g}, gap "
         f"{plan.gap:.2%}",
         f"  {plan.status.value}",

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from poet_jax.errors import PlanInvalid
 from poet_jax.graph import Graph
 from poet_jax.price import Costs
-from poet_jax.units import format_bytes, parse_bytes, parse_percent
+from poet_jax.units import format_bytes, format_count, parse_bytes, parse_percent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +142,9 @@ class Plan:
         }
         return (
             f"plan by {self.planner} in {self.solve_seconds:.1f} s: "
-            f"{counts[Compute]} computes, {counts[PageOut]} page-outs, "
-            f"{counts[PageIn]} page-ins\n"
+            f"{format_count(counts[Compute], 'compute')}, "
+            f"{format_count(counts[PageOut], 'page-out')}, "
+            f"{format_count(counts[PageIn], 'page-in')}\n"
             f"  objective {self.objective:.6g}, bound {self.bound:.6g}, "
             f"gap {self.gap:.2%}. {self.status.value}"
         )

@@ -64,6 +64,11 @@ def format_joules(joules: float) -> str:
     return _format_si(joules, "J")
 
 
+def format_count(count: int, noun: str) -> str:
+    """`1, "node"` is `"1 node"` and `2, "node"` is `"2 nodes"`."""
+    return f"{count} {noun}" + "s" * (count != 1)
+
+
 def _format_si(value: float, unit: str) -> str:
     for scale, prefix in ((1.0, ""), (1e-3, "m"), (1e-6, "u"), (1e-9, "n")):
         if abs(value) >= scale:

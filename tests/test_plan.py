@@ -139,7 +139,7 @@ def test_a_status_is_a_sentence_and_a_plan_prints():
     plan = poet_jax.Plan(
         (Compute(0), PageOut(0)), poet_jax.Status.FEASIBLE, 4.0, 3.0, "me"
     )
-    assert "1 computes, 1 page-outs, 0 page-ins" in str(plan)
+    assert "1 compute, 1 page-out, 0 page-ins" in str(plan)
     assert "gap 25.00%" in str(plan)
 
 

@@ -19,7 +19,7 @@ from poet_jax.price import Costs
 from poet_jax.program import Free, Program
 from poet_jax.simulate import simulate
 from poet_jax.store import FileStore, PageStore
-from poet_jax.units import format_bytes, format_seconds
+from poet_jax.units import format_bytes, format_count, format_seconds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,8 @@ class Run:
         return (
             f"{format_seconds(self.seconds)}, peak {format_bytes(self.peak_bytes)}, "
             f"{format_bytes(self.bytes_paged_out)} paged out, "
-            f"{format_bytes(self.bytes_paged_in)} in, {self.recomputed} nodes run again"
+            f"{format_bytes(self.bytes_paged_in)} in, "
+            f"{format_count(self.recomputed, 'node')} run again"
         )
 
 
