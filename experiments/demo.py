@@ -25,7 +25,7 @@ import poet_jax
 from experiments import memory
 from experiments.data import load_dataset
 from experiments.models import loss_fn, resnet_nnx
-from poet_jax.executors import heap
+from poet_jax import heap
 from poet_jax.units import format_bytes, format_seconds
 
 BUDGET = flags.DEFINE_string("budget", "40%", "Memory budget: a size or a percentage.")

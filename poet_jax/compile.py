@@ -97,7 +97,8 @@ class Executable:
     """A compiled node, which writes its large results into arrays that it is given.
 
     Attributes:
-      workspace_bytes: what XLA allocates while it runs, beside operands and results.
+      workspace_bytes: what XLA allocates while it runs, beside operands and results;
+        `price` raises it to what a run was seen to take.
       destinations: [D] shapes and dtypes of the results of `RECYCLED_BYTES` or more.
     """
 

@@ -143,8 +143,9 @@ _PROBE_BYTES = 32 * 2**20
 def host() -> DeviceProfile:
     """This machine: nodes are timed one by one, storage by a probe of a second.
 
-    Rates are measured once per process. Power is assumed (10 W for compute and 2 W for
-    storage, over 5 W of idle), so its joules are modelled, never measured.
+    Rates are measured once per process. Power is assumed (10 W for compute on all
+    cores; for a transfer, which copies and sums, 2 W and one core's share; over 5 W of
+    idle), so its joules are modelled, never measured.
     """
     a = jnp.ones((1024, 1024), jnp.float32)
     matmul = jax.jit(jnp.dot).lower(a, a).compile()
@@ -162,7 +163,7 @@ def host() -> DeviceProfile:
         bytes_per_second=bytes_per_second,
         page_in_bytes_per_second=page_in,
         page_out_bytes_per_second=page_out,
-        paging_watts=2.0,
+        paging_watts=2.0 + 10.0 / (os.cpu_count() or 1),
         static_watts=5.0,
         dispatch_seconds=50e-6,
         measured=True,

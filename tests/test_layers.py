@@ -7,12 +7,12 @@ import poet_jax
 
 PACKAGE = pathlib.Path(poet_jax.__file__).parent
 LAYERS = """
-    units errors graph trace coarsen order store compile device price plan program
+    units errors graph trace coarsen order heap store compile device price plan program
     simulate
     planners planners.judge planners.keep_all planners.sqrt planners.greedy
-    planners.worker planners.solver planners.relaxation planners.milp planners.paper
-    executors executors.heap executors.buffers executors.host explain transform
-    training nnx linen train_step
+    planners.worker planners.solver planners.objective planners.cuts planners.milp
+    planners.paper executors executors.buffers executors.host explain
+    transform training nnx linen train_step
     __init__
 """.split()
 

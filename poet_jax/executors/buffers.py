@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from poet_jax import heap
 from poet_jax.compile import Kind, nbytes_of
-from poet_jax.executors import heap
 
 # The size of the process is looked at for limits from here on, as it varies anyway, and
 # before instructions that bring at least so much; looking takes up to 0.1 ms.

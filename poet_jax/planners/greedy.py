@@ -107,11 +107,13 @@ class _Eviction:
         return {value for (value, _), how in self.evicted.items() if how == "page"}
 
     def step(self, judged: Judged) -> bool:
-        """Evict the cheapest value alive at the peak; False if none is left to
-        evict."""
+        """Evict the cheapest values alive at the peak; False if none is left.
+
+        One at a time, or a few in a large graph, as judging a state takes long there.
+        """
         stage, alive = self.at_peak(judged)
         paged = self.paged()
-        best = None
+        scores = []
         for value in alive:
             gap = self.gap(value, stage)
             produced = self.graph.producer.get(value, -1)
@@ -124,12 +126,13 @@ class _Eviction:
                 continue
             nbytes = int(self.costs.nbytes[value])
             for how, cost in self.options(value, gap[1], paged):
-                score = (cost / max(nbytes, 1), -nbytes, value, gap[1], how)
-                best = min(best, score) if best else score
-        if best is None:
-            return False
-        self.evicted[best[2], best[3]] = best[4]
-        return True
+                scores.append((cost / max(nbytes, 1), -nbytes, value, gap[1], how))
+        chosen: dict[tuple[int, int], str] = {}
+        for _, _, value, ends, how in sorted(scores):
+            if len(chosen) <= len(self.graph.nodes) // 60:
+                chosen.setdefault((value, ends), how)
+        self.evicted.update(chosen)
+        return bool(chosen)
 
     def options(self, value: int, stage: int, paged: set[int]):
         """(how, cost) of bringing `value` back at `stage`."""

@@ -13,11 +13,13 @@ one binary for each gap is enough.
 import dataclasses
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 from poet_jax.errors import BudgetTooSmall
 from poet_jax.graph import Graph
 from poet_jax.plan import Budget, Compute, PageIn, Plan, Stages, Status
+from poet_jax.planners.cuts import Cuts, crests
 from poet_jax.planners.greedy import evict
 from poet_jax.planners.judge import (
     Judged,
@@ -30,17 +32,15 @@ from poet_jax.planners.judge import (
     objective_of,
     prefetch,
 )
-from poet_jax.planners.relaxation import relaxed_bound
+from poet_jax.planners.objective import minimise
 from poet_jax.planners.solver import Model, check_solver, xsum
 from poet_jax.price import Costs
 
-# Up to this many nodes every earlier node may run again in every stage, which is exact;
-# beyond, only ancestors this many steps away from what a stage reads.
+# Up to this many nodes the formulation below is solved; beyond, `Cuts`.
 EXACT_NODES = 32
-HORIZON = 4
 
-# Beyond EXACT_NODES, values below this share of the budget stay until their last use.
-SMALL = 2e-4
+# Relative gap at which the solver leaves a round of `Cuts`.
+ROUND_GAP = 3e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,22 +143,19 @@ class _Search:
         return sorted({(remat, paging), (remat, False), (False, paging)})
 
     def solve(self) -> None:
+        if self.budget.memory_bytes >= floor_bytes(self.graph, self.costs):
+            if len(self.graph.nodes) <= EXACT_NODES:
+                self.solve_exactly()
+            else:
+                self.solve_by_cuts()
+
+    def solve_exactly(self) -> None:
         """Solve with in-stage memory rows added until the simulator agrees."""
-        if self.budget.memory_bytes < floor_bytes(self.graph, self.costs):
-            return
-        exact = len(self.graph.nodes) <= EXACT_NODES
-        if not exact:
-            share = min(20.0, self.seconds_left() / 4)
-            self.raise_bound(
-                relaxed_bound(self.graph, self.costs, self.budget, self.planner, share)
-            )
-            if self.is_optimal():
-                return
         program = Formulation(self.graph, self.costs, self.budget, self.planner)
         self.statistics = program.statistics
         while True:
             stages, bound = program.solve(self.seconds_left(), self.best)
-            if exact and program.is_relaxation:
+            if program.is_relaxation:
                 self.raise_bound(bound)
             if stages is None:
                 return
@@ -167,6 +164,79 @@ class _Search:
             done = self.is_optimal() or self.seconds_left() <= 1.0
             if done or not program.tighten(judged):
                 return
+
+    def solve_by_cuts(self) -> None:
+        """Solve with cuts added where plans exceed the budget, until one does not."""
+        for bound, judged in self.rounds(self.budget):
+            self.raise_bound(bound)
+            if judged is not None:
+                self.consider(prefetch(self.graph, self.costs, judged, self.budget))
+            if self.is_optimal():
+                return
+
+    def rounds(self, budget: Budget | None) -> Iterator[tuple[float, Judged | None]]:
+        """(lower bound, plan or None) of `Cuts` with more and more cuts.
+
+        They end when a plan fits, or when more cuts do not help.
+        """
+        graph, costs = self.graph, self.costs
+        baseline = crests(graph, keep_everything(graph, costs))
+        cuts = {baseline.index(max(baseline))}
+        reserve_bytes, failing, fitting = 0, 0, None
+        gap = ROUND_GAP
+        share = max(5.0, self.planner.time_limit_seconds / 5)
+        self.statistics["rounds"] = 0
+        while self.seconds_left() > 1.0:
+            program = Cuts(graph, costs, budget, self.planner, cuts, reserve_bytes)
+            self.statistics |= program.statistics
+            self.statistics["rounds"] += 1
+            seconds = min(share, self.seconds_left())
+            judged, bound = program.solve(seconds, gap, self.start())
+            yield 0.0 if reserve_bytes else bound, judged
+            if judged is None:
+                return
+            limit = round(bound) if budget is None else budget.memory_bytes
+            over = judged.usage.peak_bytes - limit
+            new = self.worst_stages(judged, limit) - cuts
+            if over > 0 and new:
+                cuts |= new
+                continue
+            if budget is None:
+                return
+            if over <= 0:
+                fitting = reserve_bytes
+            else:  # what exceeds the budget lies between the cuts
+                failing = reserve_bytes
+            if fitting is None:
+                reserve_bytes += max(over, reserve_bytes)
+            elif fitting - failing > limit // 200:
+                reserve_bytes = (fitting + failing) // 2
+            elif gap > self.planner.gap / 2:
+                reserve_bytes = fitting
+                gap, share = self.planner.gap / 2, self.seconds_left()
+            else:
+                return
+
+    def start(self) -> Judged | None:
+        """The best plan, if it is good: a bad one leads the solver astray."""
+        if self.best is None or self.value(self.best) > 1.02 * self.bound:
+            return None
+        return self.best
+
+    def worst_stages(self, judged: Judged, limit: int) -> set[int]:
+        """The two stages, some apart, whose base nodes exceed `limit` the most.
+
+        Where nodes that run again exceed it by a lot, their stages count, too.
+        """
+        found: list[int] = []
+        worst = crests(self.graph, judged)
+        for stage in sorted(range(len(worst)), key=lambda stage: -worst[stage][0]):
+            live, node = worst[stage]
+            over = live > limit if node == stage else live > 1.1 * limit
+            apart = all(abs(stage - other) > len(worst) // 40 for other in found)
+            if over and apart:
+                found.append(stage)
+        return set(found[:2])
 
     def raise_bound(self, bound: float) -> None:
         self.bound = max(self.bound, bound)
@@ -183,12 +253,17 @@ class _Search:
             key=lambda judged: judged.usage.peak_bytes,
         )
         least = floor_bytes(graph, costs)
-        if leanest.usage.peak_bytes > least:
+        if leanest.usage.peak_bytes > least and len(graph.nodes) > EXACT_NODES:
+            for bound, judged in self.rounds(None):
+                # Solvers keep rows up to a tolerance.
+                least = max(least, int(bound * (1 - 1e-6)))
+                if judged and judged.usage.peak_bytes < leanest.usage.peak_bytes:
+                    leanest = judged
+        elif leanest.usage.peak_bytes > least:
             program = Formulation(graph, costs, None, self.planner)
             while True:
                 stages, bound = program.solve(self.seconds_left(), leanest)
-                if program.is_exact:
-                    least = max(least, round(bound))
+                least = max(least, round(bound))
                 if stages is None:
                     break
                 judged = judge(graph, costs, stages.actions(graph))
@@ -213,17 +288,10 @@ class Formulation:
         self.graph, self.costs, self.budget = graph, costs, budget
         self.planner = planner
         self.count = len(graph.nodes)
-        self.is_exact = self.count <= EXACT_NODES
         self.is_relaxation = True  # False once a deadline was tightened
         self.model = Model(planner.solver, planner.gap / 2)
         self.nbytes = [int(n) for n in costs.nbytes]
         self.pinned_bytes = sum(self.nbytes[v] for v in graph.pinned)
-        limit = costs.nbytes.sum() if budget is None else budget.memory_bytes
-        self.small = frozenset(
-            v
-            for v, n in enumerate(self.nbytes)
-            if not self.is_exact and n < SMALL * limit and v not in graph.pinned
-        )
         self.candidates = [self._candidates(t) for t in range(self.count + 1)]
         self.touches = self._touches()
         self._variables()
@@ -247,25 +315,9 @@ class Formulation:
 
     def _candidates(self, stage: int) -> list[int]:
         """C(t): the nodes that may run again in stage t, ascending."""
-        graph = self.graph
         if not self.planner.remat:
             return []
-        if self.is_exact:
-            found = set(range(stage))
-        else:
-            found, edge = set(), set(self.reads(stage))
-            for _ in range(HORIZON):
-                edge = {v for v in edge - self.small if v in graph.producer}
-                producers = {graph.producer[v] for v in edge} - found
-                producers = {i for i in producers if i < stage}
-                found |= producers
-                edge = {
-                    v
-                    for i in producers
-                    if graph.nodes[i].repeatable
-                    for v in graph.nodes[i].reads
-                }
-        return sorted(i for i in found if graph.nodes[i].repeatable)
+        return [i for i in range(stage) if self.graph.nodes[i].repeatable]
 
     def _touches(self) -> dict[int, list[int]]:
         """Stages in which each value may be read or produced; -1 where an argument
@@ -283,12 +335,7 @@ class Formulation:
                     touches[v].add(stage)
         for v in range(len(graph.values)):
             touches[v].add(graph.producer.get(v, -1))
-        self.small_bytes = [0] * (self.count + 1)
-        for v in self.small:
-            for stage in range(max(min(touches[v]), 0), max(touches[v]) + 1):
-                self.small_bytes[stage] += self.nbytes[v]
-        fixed = graph.pinned | self.small
-        return {v: sorted(s) for v, s in touches.items() if v not in fixed}
+        return {v: sorted(s) for v, s in touches.items() if v not in graph.pinned}
 
     def _variables(self) -> None:
         graph, model = self.graph, self.model
@@ -352,8 +399,6 @@ class Formulation:
         for i, t in self.r:
             used = []  # (7) a rerun whose results nobody takes is idle
             for v in self.graph.nodes[i].writes:
-                if v in self.small:
-                    continue
                 if v in self.reads(t):
                     break
                 k = self.touches[v].index(t)
@@ -390,9 +435,9 @@ class Formulation:
                 k = stages.index(t)
                 if (v, k) in self.x:
                     terms.append((self.nbytes[v], self.x[v, k]))
-            present -= self.graph.pinned | self.small
+            present -= self.graph.pinned
             fixed = sum(self.nbytes[v] for v in present)
-            fixed += self.small_bytes[t] + int(self.costs.workspace_bytes[t])
+            fixed += int(self.costs.workspace_bytes[t])
             self._add_memory_row(terms, fixed)  # (8)
 
     def _add_memory_row(self, terms: list[tuple[int, Any]], fixed: int) -> None:
@@ -450,7 +495,7 @@ class Formulation:
         graph, model = self.graph, self.model
         node = graph.nodes[j]
         runs = self.r[j, t]
-        own = {*node.reads, *node.writes} - graph.pinned - self.small
+        own = {*node.reads, *node.writes} - graph.pinned
         need = sum(self.nbytes[v] for v in own) + int(self.costs.workspace_bytes[j])
         terms = [*self._crossing(t), (need, runs)]
         for v, stages in self.touches.items():
@@ -479,12 +524,12 @@ class Formulation:
             for source in sources + loads:
                 for use in uses:
                     model += alive >= source + use + runs - 2
-        self._add_memory_row(terms, self.small_bytes[t])
+        self._add_memory_row(terms, 0)
 
     def _tighten_deadline(self, judged: Judged) -> bool:
         """A plan that stalls beyond the deadline: ask for one that is faster by
         that."""
-        if self.budget is None or self.budget.seconds is None:
+        if self.budget is None or self.budget.seconds is None or not self.deadline:
             return False
         late = judged.usage.seconds - self.budget.seconds
         if late <= 0 or self.deadline <= 0:
@@ -513,38 +558,20 @@ class Formulation:
     def _objective(self) -> None:
         """Joules or seconds of the whole step; (11) seconds are at least each
         lane's."""
-        costs = self.costs
         if self.budget is None:
             self.objective_unit = self.unit
             self.model.objective = self.memory * 1.0
             return
-        joules = [float(costs.joules[i]) * r for (i, _), r in self.r.items()]
-        seconds = [float(costs.seconds[i]) * r for (i, _), r in self.r.items()]
-        storage = []
-        for cost, lane in (
-            (costs.page_in_joules, joules),
-            (costs.page_in_seconds, storage),
-        ):
-            lane.extend(float(cost[v]) * y for (v, _), y in self.page_in.items())
-        for cost, lane in (
-            (costs.page_out_joules, joules),
-            (costs.page_out_seconds, storage),
-        ):
-            lane.extend(float(cost[v]) * y for v, y in self.page_out.items())
-        total = self.seconds = self.model.add_var()
-        self.model += total >= float(costs.seconds.sum()) + xsum(seconds)
-        self.model += total >= xsum(storage)
-        if self.budget.seconds is not None:
-            self.deadline = self.budget.seconds
-            self.model += total <= self.deadline
-        value = total
-        if self.planner.objective == "energy":
-            once = float(costs.joules.sum())
-            value = once + xsum(joules) + costs.static_watts * total
-        # Solvers stop at absolute differences too, so keep-all counts as 1000.
-        keep_all = keep_all_objective(costs, self.planner.objective)
-        self.objective_unit = keep_all / 1000 or 1.0
-        self.model.objective = value * (1 / self.objective_unit)
+        self.deadline = self.budget.seconds
+        self.objective_unit, self.seconds = minimise(
+            self.model,
+            self.costs,
+            self.budget,
+            self.planner.objective,
+            self.r,
+            self.page_in,
+            self.page_out,
+        )
 
     def solve(self, seconds: float, start: Judged | None):
         """(stages or None, a lower bound in the objective's unit)."""

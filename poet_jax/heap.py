@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import sys
+from collections.abc import Callable
 
 _M_ARENA_MAX = -8  # glibc's <malloc.h>
 _PAGE_BYTES = mmap.PAGESIZE
@@ -59,6 +60,24 @@ def _advise(address: int, nbytes: int, advice: int) -> bool:
     if _glibc is None or stop <= start:
         return False
     return _glibc.madvise(start, stop - start, advice) == 0
+
+
+def growth_bytes(run: Callable[[], object]) -> int:
+    """How much physical memory `run` takes at most, from a trimmed heap on.
+
+    0 where it is not known: the high-water mark of a process can be reset on Linux.
+    """
+    release()
+    before = resident_bytes()
+    try:
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+        run()
+        with open("/proc/self/status") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return max(0, int(fields["VmHWM"].split()[0]) * 1024 - before)
+    except (OSError, KeyError):
+        return 0
 
 
 def resident_bytes() -> int:

@@ -1,0 +1,371 @@
+"""A program over a few moments: what is in RAM there, and what happens between.
+
+The equations carry the numbers of docs/formulation.md. A cut is the moment at which a
+base node runs, and segment j lies between cut j and cut j + 1, from the start of the
+step (j = 0) to its end. Whatever a plan does, it gives values to
+
+    x[v, j]   v is in RAM at cut j
+    r[i, j]   node i runs again in segment j     in[v, j]  v is paged in in segment j
+    out[v]    v is written to storage
+
+so the minimum is a lower bound for all plans, and few cuts make a small program. RAM
+is limited at the cuts alone, which are added where the plan of a solution exceeds it.
+"""
+
+import bisect
+from collections.abc import Iterable
+from typing import Any
+
+from poet_jax.graph import Graph
+from poet_jax.plan import Budget, Compute, PageIn, Stages
+from poet_jax.planners.judge import Judged, judge
+from poet_jax.planners.objective import minimise
+from poet_jax.planners.solver import Model, xsum
+from poet_jax.price import Costs
+from poet_jax.program import Free
+
+# Values below this share of the memory stay in RAM and are not counted.
+SMALL = 2e-4
+
+
+class Cuts:
+    """The program with cuts at some base nodes.
+
+    Args:
+      graph, costs: what is planned.
+      budget: None to minimise the memory at the cuts, in bytes.
+      planner: a MilpPlanner.
+      nodes: base nodes to cut at.
+      reserve_bytes: left free at every cut. With it the minimum is no bound.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        costs: Costs,
+        budget: Budget | None,
+        planner: Any,
+        nodes: Iterable[int],
+        reserve_bytes: int = 0,
+    ):
+        self.graph, self.costs, self.budget = graph, costs, budget
+        self.planner = planner
+        self.nodes = sorted(nodes)
+        self.last = len(self.nodes)  # the last segment
+        self.nbytes = [int(n) for n in costs.nbytes]
+        limit = costs.nbytes.sum() if budget is None else budget.memory_bytes
+        self.small = graph.pinned | {
+            v for v, n in enumerate(self.nbytes) if n < SMALL * limit
+        }
+        self.model = Model(planner.solver, planner.gap / 2)
+        self.x: dict[tuple[int, int], Any] = {}
+        self.r: dict[tuple[int, int], Any] = {}
+        self.page_in: dict[tuple[int, int], Any] = {}
+        self.page_out: dict[int, Any] = {}
+        self.needed = [set() for _ in range(self.last + 1)]
+        for stage in range(len(graph.nodes) + 1):
+            segment = self.segment(stage)
+            self.needed[segment].update(
+                v for v in self.reads(stage) if self.is_older(v, segment)
+            )
+        self._variables()
+        self._source_rows()
+        for segment in range(1, self.last):
+            self._window_rows(segment)
+        self._memory_rows(reserve_bytes)
+        self._store_rows()
+        if budget is None:
+            self.unit = self.memory_unit
+            self.model.objective = self.memory * 1.0
+        else:
+            self.unit, _ = minimise(
+                self.model,
+                costs,
+                budget,
+                planner.objective,
+                self.r,
+                self.page_in,
+                self.page_out,
+            )
+        self.statistics = {
+            "binaries": sum(self.model.binary),
+            "rows": len(self.model.rows),
+            "cuts": self.last,
+        }
+
+    def segment(self, stage: int) -> int:
+        """The segment in which what is done for a base stage happens."""
+        return bisect.bisect_left(self.nodes, stage)
+
+    def is_older(self, value: int, segment: int) -> bool:
+        """Whether a value that counts exists when the segment starts."""
+        start = self.nodes[segment - 1] if segment else -1
+        return value not in self.small and self.graph.producer.get(value, -1) <= start
+
+    def reads(self, stage: int) -> tuple[int, ...]:
+        if stage < len(self.graph.nodes):
+            return self.graph.nodes[stage].reads
+        return tuple(dict.fromkeys(self.graph.outputs))
+
+    def _variables(self) -> None:
+        """From the last segment back: what it or a later one may need, and from
+        where."""
+        graph, model, later = self.graph, self.model, set()
+        for segment in range(self.last, -1, -1):
+            later = {v for v in later if self.is_older(v, segment)}
+            later |= self.needed[segment]
+            todo = list(later)
+            while todo:
+                node = graph.producer.get(todo.pop(), -1)
+                if (
+                    node < 0
+                    or not self.is_repeatable(node)
+                    or (node, segment) in self.r
+                ):
+                    continue
+                self.r[node, segment] = model.add_var(binary=True)
+                reads = {
+                    v for v in graph.nodes[node].reads if self.is_older(v, segment)
+                }
+                todo.extend(reads - later)
+                later |= reads
+            for v in later if segment else ():
+                self.x[v, segment] = model.add_var(binary=True)
+                if self.planner.paging and graph.values[v].pageable:
+                    self.page_in[v, segment] = model.add_var(binary=True)
+                    if v not in self.page_out:
+                        self.page_out[v] = model.add_var(ub=1)
+                    model += self.page_in[v, segment] <= self.page_out[v]  # (17)
+
+    def is_repeatable(self, node: int) -> bool:
+        return self.planner.remat and self.graph.nodes[node].repeatable
+
+    def sources(self, value: int, segment: int) -> Any:
+        """What may bring `value` into RAM during the segment."""
+        node = self.graph.producer.get(value, -1)
+        places = ((self.x, value), (self.page_in, value), (self.r, node))
+        return xsum(y[n, segment] for y, n in places if (n, segment) in y)
+
+    def _source_rows(self) -> None:
+        model = self.model
+        for segment in range(1, self.last + 1):
+            for v in self.needed[segment]:
+                model += self.sources(v, segment) >= 1  # (13)
+        for (node, segment), again in self.r.items():
+            for v in self.graph.nodes[node].reads:
+                if segment and self.is_older(v, segment):
+                    model += again <= self.sources(v, segment)  # (14)
+        for (v, cut), kept in self.x.items():
+            if cut > 1 and self.is_older(v, cut - 1):
+                model += kept <= self.sources(v, cut - 1)  # (15)
+
+    def _window_rows(self, start: int) -> None:
+        """(18) From cut `start` to the end of the step as one segment.
+
+        Without them a fraction of a kept value serves a fraction of a repeat in every
+        segment, and these fractions add up to a whole one.
+        """
+        graph, model = self.graph, self.model
+        segments = range(start, self.last + 1)
+        windows: dict[tuple[str, int], Any] = {}
+        todo: list[int] = []
+
+        def once(kind: str, parts: dict, number: int) -> Any:
+            """Whether it happens in the window at all; None where it cannot."""
+            found = [parts[number, k] for k in segments if (number, k) in parts]
+            if found and (kind, number) not in windows:
+                windows[kind, number] = once = model.add_var(ub=1)
+                self.model += once <= xsum(found)
+                if kind == "r":
+                    todo.append(number)
+            return windows.get((kind, number))
+
+        def sources(v: int) -> Any:
+            ways = (
+                self.x.get((v, start)),
+                once("in", self.page_in, v),
+                once("r", self.r, graph.producer.get(v, -1)),
+            )
+            return xsum(way for way in ways if way is not None)
+
+        for v in set().union(*(self.needed[k] for k in segments[1:])):
+            if self.is_older(v, start):
+                model += sources(v) >= 1
+        while todo:
+            node = todo.pop()
+            for v in graph.nodes[node].reads:
+                if self.is_older(v, start):
+                    model += windows["r", node] <= sources(v)
+
+    def _memory_rows(self, reserve_bytes: int) -> None:
+        """(16) RAM while the base node of each cut runs."""
+        graph, nbytes = self.graph, self.nbytes
+        unit = self.memory_unit = float(max([*nbytes, 1]))
+        if self.budget is None:
+            self.memory: Any = self.model.add_var()
+        else:
+            self.memory = (self.budget.memory_bytes - reserve_bytes) / unit
+        pinned = sum(nbytes[v] for v in graph.pinned)
+        held: dict[int, list[Any]] = {cut: [] for cut in range(1, self.last + 1)}
+        for (v, cut), kept in self.x.items():
+            node = graph.nodes[self.nodes[cut - 1]]
+            if v in node.reads or v in node.writes:
+                self.model += kept >= 1
+            else:
+                held[cut].append(nbytes[v] / unit * kept)
+        for cut, number in enumerate(self.nodes, start=1):
+            node = graph.nodes[number]
+            own = {*node.reads, *node.writes} - graph.pinned
+            fixed = pinned + sum(nbytes[v] for v in own)
+            fixed += int(self.costs.workspace_bytes[number])
+            self.model += xsum(held[cut]) + fixed / unit <= self.memory
+
+    def _store_rows(self) -> None:
+        """(19) Room on storage at each cut: what is still to be paged in."""
+        if self.budget is None or self.budget.store_bytes is None:
+            return
+        unit = self.memory_unit
+        for cut in range(1, self.last + 1):
+            stored: dict[int, Any] = {}
+            for (v, segment), loaded in self.page_in.items():
+                if segment >= cut and self.is_older(v, cut):
+                    if v not in stored:
+                        stored[v] = self.model.add_var(ub=1)
+                    self.model += loaded <= stored[v]
+            total = xsum(self.nbytes[v] / unit * y for v, y in stored.items())
+            self.model += total <= self.budget.store_bytes / unit
+
+    def solve(self, seconds: float, gap: float, start: Judged | None):
+        """(plan or None, a lower bound in the objective's unit)."""
+        self.model.gap = gap
+        known = [] if start is None else self._start(start)
+        solution = self.model.optimize(seconds, known)
+        if solution.values is None:
+            return None, solution.bound * self.unit
+        chosen = solution.values > 0.5
+        late = _Lift(self, chosen).judged()
+        timely = _Lift(self, chosen, crests(self.graph, late)).judged()
+        leaner = min(late, timely, key=lambda judged: judged.usage.peak_bytes)
+        return leaner, solution.bound * self.unit
+
+    def _start(self, judged: Judged) -> list[tuple[Any, float]]:
+        """What the plan `judged` does, as values of the binaries."""
+        resident, computed = set(self.graph.initial), set()
+        true: set[tuple[str, int, int]] = set()
+        for instruction in judged.program.instructions:
+            segment = self.segment(len(computed))
+            match instruction:
+                case Compute(number):
+                    resident.update(self.graph.nodes[number].writes)
+                    if number in computed:
+                        true.add(("r", number, segment))
+                    elif number in self.nodes:
+                        cut = self.nodes.index(number) + 1
+                        true.update(("x", v, cut) for v in resident)
+                    computed.add(number)
+                case PageIn(value):
+                    true.add(("in", value, segment))
+                    resident.add(value)
+                case Free(value):
+                    resident.discard(value)
+        return [
+            (y, float((kind, *key) in true))
+            for kind, variables in (
+                ("x", self.x), ("r", self.r), ("in", self.page_in)
+            )
+            for key, y in variables.items()
+        ]  # fmt: skip
+
+
+def crests(graph: Graph, judged: Judged) -> list[tuple[int, int]]:
+    """[N] (most bytes in RAM, node that runs then) of each base stage."""
+    worst, stage = [(0, -1)] * len(graph.nodes), 0
+    for instruction, live in zip(
+        judged.program.instructions, judged.usage.live_bytes, strict=True
+    ):
+        if isinstance(instruction, Compute) and stage < len(worst):
+            worst[stage] = max(worst[stage], (int(live), instruction.node))
+            stage += instruction.node == stage
+    return worst
+
+
+class _Lift:
+    """A plan that does what a solution says, each thing when it is needed.
+
+    What a segment makes for later ones is made once all that it is made from has no
+    other use, or earlier, in the stage where the crests of the plan `late` are lowest.
+    """
+
+    def __init__(
+        self, cuts: Cuts, chosen: Any, late: list[tuple[int, int]] | None = None
+    ):
+        self.late = late
+        self.cuts, self.graph, self.chosen = cuts, cuts.graph, chosen
+        self.stages = Stages.empty(cuts.graph)
+        self.present = set(cuts.graph.initial)
+        self.since = dict.fromkeys(self.present, 0)  # stage
+        self.last_use: dict[int, int] = {}  # stage
+        for stage in range(len(self.graph.nodes) + 1):
+            self.bring(cuts.reads(stage), stage)
+            if stage in cuts.nodes:
+                self.cut(stage)
+            if stage < len(self.graph.nodes):
+                self.add(self.graph.nodes[stage].writes, stage + 1)
+
+    def add(self, values: Iterable[int], stage: int) -> None:
+        self.present.update(values)
+        self.since.update(dict.fromkeys(values, stage))
+
+    def judged(self) -> Judged:
+        cuts = self.cuts
+        return judge(cuts.graph, cuts.costs, self.stages.actions(cuts.graph))
+
+    def is_on(self, variables: dict, *key: int) -> bool:
+        return key in variables and bool(self.chosen[variables[key].idx])
+
+    def bring(self, values: Iterable[int], stage: int) -> None:
+        """Page in, or produce again, what is not in RAM."""
+        cuts, graph, stages = self.cuts, self.graph, self.stages
+        segment, todo = cuts.segment(stage), list(values)
+        while todo:
+            v = todo.pop()
+            self.last_use[v] = stage
+            if v in self.present:
+                continue
+            node = graph.producer.get(v, -1)
+            again = node >= 0 and cuts.is_repeatable(node)
+            if again and not self.is_on(cuts.page_in, v, segment):
+                stages.reruns[stage].add(node)
+                self.add(graph.nodes[node].writes, stage)
+                todo.extend(graph.nodes[node].reads)
+            else:
+                stages.page_ins[stage].add(v)
+                stages.page_outs.add(v)
+                self.add([v], stage)
+        for node in stages.reruns[stage]:
+            stages.page_ins[stage] -= set(graph.nodes[node].writes)
+
+    def cut(self, stage: int) -> None:
+        """Make what the segment makes for later ones, and drop what it does not
+        keep."""
+        cuts = self.cuts
+        segment = cuts.segment(stage)
+        kept = {v for v, cut in cuts.x if cut == segment + 1}
+        kept = {v for v in kept if self.is_on(cuts.x, v, segment + 1)}
+        begin = cuts.nodes[segment - 1] + 1 if segment else 0
+        for v in sorted(kept - self.present):
+            node = self.graph.producer.get(v, -1)
+            if not self.is_on(cuts.r, node, segment):
+                continue
+            reads = self.graph.nodes[node].reads
+            leaving = set(reads) - cuts.small - kept
+            when = stage
+            if leaving and self.present.issuperset(reads):
+                first = max(begin, *(self.since[u] for u in reads))
+                when = max(first, *(self.last_use.get(u, -1) + 1 for u in leaving))
+                when = min(when, stage)
+                if self.late:
+                    choices = range(when, min(first, when) - 1, -1)
+                    when = min(choices, key=self.late.__getitem__)
+            self.bring([v], when)
+        self.present &= kept | cuts.small | set(cuts.reads(stage))

@@ -1,0 +1,95 @@
+"""The program of cuts: its minimum is a bound, and its solutions become real plans."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import brute_force, budgeted_graphs, graphs, peak_bytes
+
+import poet_jax
+from poet_jax.planners.cuts import Cuts, crests
+from poet_jax.planners.judge import fits, keep_everything
+
+by_solver = pytest.mark.parametrize("solver", ["CBC", "HIGHS"])
+
+
+@by_solver
+@settings(max_examples=100)
+@given(
+    case=budgeted_graphs(max_nodes=5, static_watts=(0.0,)),
+    cuts=st.sets(st.integers(0, 4), min_size=1),
+    remat=st.booleans(),
+    paging=st.booleans(),
+)
+def test_no_plan_costs_less_than_the_bound_wherever_the_cuts_are(
+    solver, case, cuts, remat, paging
+):
+    graph, costs, budget = case
+    cuts = {cut for cut in cuts if cut < len(graph.nodes)} or {0}
+    planner = poet_jax.MilpPlanner(solver, remat=remat, paging=paging)
+    program = Cuts(graph, costs, poet_jax.Budget(budget), planner, cuts)
+    judged, bound = program.solve(20.0, 1e-9, None)
+    if remat and paging:
+        least = brute_force(graph, costs, budget)
+        assert least is None or bound <= least * (1 + 1e-6)
+        if judged is not None and fits(judged.usage, poet_jax.Budget(budget)):
+            assert judged.usage.joules >= least * (1 - 1e-9)
+    if judged is None:
+        return
+    # `judge` has lowered and simulated it, so it is a plan; it keeps what was asked.
+    assert remat or judged.program.recomputed == 0
+    assert paging or judged.usage.bytes_paged_in == 0
+
+
+@by_solver
+@settings(max_examples=60)
+@given(case=graphs(max_nodes=5, static_watts=(0.0,)), cut=st.integers(0, 4))
+def test_no_plan_needs_less_memory_than_the_least_at_a_cut(solver, case, cut):
+    graph, costs = case
+    cut = min(cut, len(graph.nodes) - 1)
+    planner = poet_jax.MilpPlanner(solver)
+    judged, bound = Cuts(graph, costs, None, planner, {cut}).solve(20.0, 1e-9, None)
+    assert judged is not None
+    peak = peak_bytes(graph, costs)
+    below = math.ceil(bound * (1 - 1e-6)) - 1
+    if 0 < below < peak:
+        assert brute_force(graph, costs, below) is None
+
+
+@settings(max_examples=60)
+@given(case=graphs())
+def test_the_highest_crest_is_the_peak(case):
+    graph, costs = case
+    judged = keep_everything(graph, costs)
+    worst = crests(graph, judged)
+    assert len(worst) == len(graph.nodes)
+    start = sum(int(costs.nbytes[v]) for v in graph.initial)
+    assert max(start, *(live for live, _ in worst)) == judged.usage.peak_bytes
+    assert all(node == stage for stage, (_, node) in enumerate(worst))
+
+
+def test_a_long_chain_is_planned_within_a_percent_of_the_bound():
+    """Forty values wait for the way back; one cut finds which ones should not."""
+    count = 40
+    values = [poet_jax.Value(f"v{i}", 100 + i) for i in range(2 * count)]
+    nodes = [
+        poet_jax.Node(f"f{i}", (i - 1,) if i else (), (i,)) for i in range(count)
+    ] + [
+        poet_jax.Node(f"b{i}", (count + i - 1, count - 1 - i), (count + i,))
+        for i in range(count)
+    ]
+    graph = poet_jax.Graph(tuple(values), tuple(nodes), outputs=(2 * count - 1,))
+    device = poet_jax.devices.RASPBERRY_PI_4
+    nbytes = np.array([value.nbytes for value in values])
+    seconds = np.array([1e-6 * (1 + i % 7) for i in range(2 * count)])
+    paging = np.array([device.page_in_seconds(int(n)) for n in nbytes])
+    costs = poet_jax.Costs(
+        seconds, seconds, 0 * nbytes, nbytes, paging, paging, paging, paging
+    )
+    budget = int(0.6 * peak_bytes(graph, costs))
+    plan = poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(budget))
+    greedy = poet_jax.greedy(graph, costs, poet_jax.Budget(budget))
+    assert plan.objective <= greedy.objective
+    assert plan.gap <= 0.01
