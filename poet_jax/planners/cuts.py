@@ -305,6 +305,7 @@ class _Lift:
         self.present = set(cuts.graph.initial)
         self.since = dict.fromkeys(self.present, 0)  # stage
         self.last_use: dict[int, int] = {}  # stage
+        self.paged: set[int] = set()  # loaded early by the solution, here when needed
         for stage in range(len(self.graph.nodes) + 1):
             self.bring(cuts.reads(stage), stage)
             if stage in cuts.nodes:
@@ -334,7 +335,8 @@ class _Lift:
                 continue
             node = graph.producer.get(v, -1)
             again = node >= 0 and cuts.is_repeatable(node)
-            if again and not self.is_on(cuts.page_in, v, segment):
+            paged = v in self.paged or self.is_on(cuts.page_in, v, segment)
+            if again and not paged:
                 stages.reruns[stage].add(node)
                 self.add(graph.nodes[node].writes, stage)
                 todo.extend(graph.nodes[node].reads)
@@ -342,6 +344,7 @@ class _Lift:
                 stages.page_ins[stage].add(v)
                 stages.page_outs.add(v)
                 self.add([v], stage)
+                self.paged.discard(v)
         for node in stages.reruns[stage]:
             stages.page_ins[stage] -= set(graph.nodes[node].writes)
 
@@ -356,6 +359,7 @@ class _Lift:
         for v in sorted(kept - self.present):
             node = self.graph.producer.get(v, -1)
             if not self.is_on(cuts.r, node, segment):
+                self.paged.add(v)
                 continue
             reads = self.graph.nodes[node].reads
             leaving = set(reads) - cuts.small - kept
@@ -369,3 +373,4 @@ class _Lift:
                     when = min(choices, key=self.late.__getitem__)
             self.bring([v], when)
         self.present &= kept | cuts.small | set(cuts.reads(stage))
+        self.paged &= kept
