@@ -133,17 +133,18 @@ def _ask(problem: dict, seconds: float) -> Any:
     timer = threading.Timer(seconds + GRACE_SECONDS, worker.kill)
     timer.daemon = True
     timer.start()
+    answered = False
     try:
         pickle.dump(problem, worker.stdin)
         worker.stdin.flush()
         answer = pickle.load(worker.stdout)
+        answered = True
     except (EOFError, OSError, pickle.UnpicklingError):
         return None
-    else:
-        _idle.append(worker)
-        return answer
     finally:
         timer.cancel()
-        if worker not in _idle:
+        if not answered:
             worker.kill()
             worker.communicate()
+    _idle.append(worker)
+    return answer
