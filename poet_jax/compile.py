@@ -99,6 +99,7 @@ class Executable:
     Attributes:
       workspace_bytes: what XLA allocates while it runs, beside operands and results;
         `price` raises it to what a run was seen to take.
+      seconds: of a run on this machine, once `price` has measured it.
       destinations: [D] shapes and dtypes of the results of `RECYCLED_BYTES` or more.
     """
 
@@ -114,6 +115,7 @@ class Executable:
         self._compiled = run.lower(given, *operands).compile()
         analysis = self._compiled.memory_analysis()
         self.workspace_bytes = int(analysis.temp_size_in_bytes) if analysis else 0
+        self.seconds: float | None = None
 
     def __call__(
         self, *operands: jax.Array, into: list[jax.Array] | None = None

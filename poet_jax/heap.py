@@ -65,7 +65,7 @@ def _advise(address: int, nbytes: int, advice: int) -> bool:
 def growth_bytes(run: Callable[[], object]) -> int:
     """How much physical memory `run` takes at most, from a trimmed heap on.
 
-    0 where it is not known: the high-water mark of a process can be reset on Linux.
+    0 where it is not known. On Linux the process's high-water mark (VmHWM) is reset.
     """
     release()
     before = resident_bytes()

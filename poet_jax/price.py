@@ -179,8 +179,11 @@ def _measure(graph: Graph, executables) -> np.ndarray:
         if not node.repeatable:
             seconds[key] = 0.0  # it has effects, which pricing must not cause
             continue
-        operands = [_zeros(graph.values[v]) for v in node.reads]
-        seconds[key] = _best_seconds(executables[number], operands)
+        executable = executables[number]
+        if executable.seconds is None:
+            operands = [_zeros(graph.values[v]) for v in node.reads]
+            executable.seconds = _best_seconds(executable, operands)
+        seconds[key] = executable.seconds
     return np.array([seconds[key] for key in keys], float)
 
 
