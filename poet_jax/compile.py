@@ -3,8 +3,6 @@
 import concurrent.futures
 import math
 import os
-import sys
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -12,6 +10,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 
 from poet_jax.graph import Equation, Graph, Literal, Node
+from poet_jax.progress import counted
 
 _executables: dict[tuple, "Executable"] = {}
 
@@ -146,19 +145,6 @@ def compile_nodes(graph: Graph) -> list[Executable]:
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         futures = [pool.submit(compile_node, graph, node) for node in first.values()]
         done = concurrent.futures.as_completed(futures)
-        for future in progress(done, len(futures), "compiling nodes"):
+        for future in counted(done, len(futures), "compiling nodes"):
             future.result()
     return [compile_node(graph, node) for node in graph.nodes]
-
-
-def progress(items: Iterable, total: int, label: str) -> Iterable:
-    """Yield `items`, counting them in one line on a terminal's standard error."""
-    show = sys.stderr.isatty() and total > 1
-    for number, item in enumerate(items, start=1):
-        if show:
-            print(
-                f"\r{label}: {number} of {total}", end="", file=sys.stderr, flush=True
-            )
-        yield item
-    if show:
-        print("\r" + " " * 60 + "\r", end="", file=sys.stderr, flush=True)

@@ -12,12 +12,14 @@ from poet_jax.compile import (
     Executable,
     compile_nodes,
     is_recycled,
-    progress,
     signature,
 )
 from poet_jax.device import DeviceProfile, best_seconds
 from poet_jax.graph import Equation, Graph, Node, Value, read_instance
+from poet_jax.progress import counted
 from poet_jax.units import format_joules, format_seconds
+
+_OF_NODES = ("seconds", "joules", "workspace_bytes")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,6 +32,8 @@ class Costs:
       nbytes: [V] of each value in RAM and on storage.
       page_in_seconds, page_out_seconds, page_in_joules, page_out_joules: [V].
       static_watts: drawn for as long as the step takes.
+
+    Raises ValueError for a cost that is negative, infinite or NaN.
     """
 
     seconds: np.ndarray
@@ -41,6 +45,19 @@ class Costs:
     page_in_joules: np.ndarray
     page_out_joules: np.ndarray
     static_watts: float = 0.0
+
+    def __post_init__(self):
+        for name, costs in vars(self).items():
+            wrong = np.flatnonzero(~((np.asarray(costs) >= 0) & np.isfinite(costs)))
+            if wrong.size:
+                number = int(wrong[0])
+                kind = "node" if name in _OF_NODES else "value"
+                where = f"{kind} {number}" if np.ndim(costs) else "the step"
+                cost = np.ravel(costs)[number]
+                raise ValueError(
+                    f"Costs were given {name}={cost} for {where}. A cost is a finite, "
+                    "non-negative number in SI units. Correct that entry."
+                )
 
     def __str__(self) -> str:
         return (
@@ -174,7 +191,7 @@ def _measure(graph: Graph, executables) -> np.ndarray:
     for number, key in enumerate(keys):
         first.setdefault(key, number)
     seconds = {}
-    for key, number in progress(first.items(), len(first), "timing nodes"):
+    for key, number in counted(first.items(), len(first), "timing nodes"):
         node = graph.nodes[number]
         if not node.repeatable:
             seconds[key] = 0.0  # it has effects, which pricing must not cause

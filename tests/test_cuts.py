@@ -29,7 +29,8 @@ def test_no_plan_costs_less_than_the_bound_wherever_the_cuts_are(
     graph, costs, budget = case
     cuts = {cut for cut in cuts if cut < len(graph.nodes)} or {0}
     planner = poet_jax.MilpPlanner(solver, remat=remat, paging=paging)
-    program = Cuts(graph, costs, poet_jax.Budget(budget), planner, cuts)
+    allowed = planner.restrict(graph)
+    program = Cuts(allowed, costs, poet_jax.Budget(budget), planner, cuts)
     judged, bound = program.solve(20.0, 1e-9, None)
     if remat and paging:
         least = brute_force(graph, costs, budget)

@@ -119,7 +119,7 @@ class Cuts:
                 node = graph.producer.get(todo.pop(), -1)
                 if (
                     node < 0
-                    or not self.is_repeatable(node)
+                    or not graph.nodes[node].repeatable
                     or (node, segment) in self.r
                 ):
                     continue
@@ -131,14 +131,11 @@ class Cuts:
                 later |= reads
             for v in later if segment else ():
                 self.x[v, segment] = model.add_var(binary=True)
-                if self.planner.paging and graph.values[v].pageable:
+                if graph.values[v].pageable:
                     self.page_in[v, segment] = model.add_var(binary=True)
                     if v not in self.page_out:
                         self.page_out[v] = model.add_var(ub=1)
                     model += self.page_in[v, segment] <= self.page_out[v]  # (17)
-
-    def is_repeatable(self, node: int) -> bool:
-        return self.planner.remat and self.graph.nodes[node].repeatable
 
     def sources(self, value: int, segment: int) -> Any:
         """What may bring `value` into RAM during the segment."""
@@ -334,7 +331,7 @@ class _Lift:
             if v in self.present:
                 continue
             node = graph.producer.get(v, -1)
-            again = node >= 0 and cuts.is_repeatable(node)
+            again = node >= 0 and graph.nodes[node].repeatable
             paged = v in self.paged or self.is_on(cuts.page_in, v, segment)
             if again and not paged:
                 stages.reruns[stage].add(node)

@@ -34,6 +34,11 @@ def fits(usage: Usage, budget: Budget) -> bool:
     )
 
 
+def is_too_late(costs: Costs, budget: Budget) -> bool:
+    """Whether the deadline is shorter than one pass over the nodes."""
+    return budget.seconds is not None and budget.seconds < float(costs.seconds.sum())
+
+
 @dataclasses.dataclass
 class Judged:
     """Actions with what the simulator says of them."""
@@ -141,15 +146,25 @@ def budget_too_small(
             f", {smallest.usage.seconds:.3g} s and "
             f"{format_bytes(smallest.usage.store_bytes)} of storage"
         )
+    if is_too_late(costs, budget):
+        proven = (
+            f"Computing every node once takes {costs.seconds.sum():.6g} s, longer than "
+            f"that deadline, and the leanest plan takes {least} bytes"
+        )
     advice = "a smaller batch"
     if graph.arguments and not graph.donated:
         advice += ", or donate_argnums for the state that the step replaces"
     if planner != "MilpPlanner":
         advice += ", or poet_jax.MilpPlanner(), which may find a leaner plan"
+    wanted = f"a budget of at least {least}"
+    if is_too_late(costs, budget):
+        wanted = f"Budget(seconds=...) of more than {costs.seconds.sum():.6g}"
+    elif limits:
+        wanted = f"a larger budget than these {least} bytes, seconds= or store_bytes="
     return BudgetTooSmall(
         f"A plan was asked for within {budget}. {proven}{limits}, at {node!r}, where "
-        f"{largest} are among the {len(alive)} values alive. Type a budget of at least "
-        f"{least}, or lower the need: {advice}.",
+        f"{largest} are among the {len(alive)} values alive. Type {wanted}, or lower "
+        f"the need: {advice}.",
         smallest_bytes=least,
         exact=exact,
         node=node,

@@ -11,11 +11,14 @@ one binary for each gap is enough.
 """
 
 import dataclasses
+import fnmatch
+import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+from poet_jax import progress
 from poet_jax.errors import BudgetTooSmall
 from poet_jax.graph import Graph
 from poet_jax.plan import Budget, Compute, PageIn, Plan, Stages, Status
@@ -26,6 +29,7 @@ from poet_jax.planners.judge import (
     budget_too_small,
     fits,
     floor_bytes,
+    is_too_late,
     judge,
     keep_all_objective,
     keep_everything,
@@ -35,6 +39,9 @@ from poet_jax.planners.judge import (
 from poet_jax.planners.objective import minimise
 from poet_jax.planners.solver import Model, check_solver, xsum
 from poet_jax.price import Costs
+from poet_jax.units import format_count, format_joules, format_seconds
+
+logger = logging.getLogger("poet_jax")
 
 # Up to this many nodes the formulation below is solved; beyond, `Cuts`.
 EXACT_NODES = 32
@@ -53,8 +60,13 @@ class MilpPlanner:
       gap: relative distance from the bound at which a plan counts as optimal.
       objective: "energy" (joules) or "time" (seconds).
       remat, paging: False forbids that means.
+      keep, never_page, never_remat: patterns of value names, as `fnmatch` reads them
+        (`"*/attention/*"`); matching values are neither paged nor rematerialised, not
+        paged, or not rematerialised. A node that writes such a value runs once.
+      progress: whether a line on the terminal shows how far the planning is.
 
-    Its call raises BudgetTooSmall.
+    Its call raises BudgetTooSmall, and ValueError for a pattern that matches nothing.
+    Interrupted by Ctrl-C it returns the best plan that it has, if any.
     """
 
     solver: str = "CBC"
@@ -63,6 +75,10 @@ class MilpPlanner:
     objective: str = "energy"
     remat: bool = True
     paging: bool = True
+    keep: tuple[str, ...] = ()
+    never_page: tuple[str, ...] = ()
+    never_remat: tuple[str, ...] = ()
+    progress: bool = dataclasses.field(default=True, repr=False, compare=False)
 
     def __post_init__(self):
         check_solver(self.solver)
@@ -71,10 +87,58 @@ class MilpPlanner:
                 f"MilpPlanner was asked for objective={self.objective!r}. It knows "
                 "'energy' and 'time'. Type objective='energy'."
             )
+        for name in ("keep", "never_page", "never_remat"):
+            patterns = getattr(self, name)
+            single = isinstance(patterns, str)
+            object.__setattr__(self, name, (patterns,) if single else tuple(patterns))
 
     def __call__(self, graph: Graph, costs: Costs, budget: Budget) -> Plan:
         since = time.monotonic()
-        return _Search(self, graph, costs, budget, since).plan()
+        return _Search(self, self.restrict(graph), costs, budget, since).plan()
+
+    def restrict(self, graph: Graph) -> Graph:
+        """`graph` with the planner's switches and pins as what its parts allow."""
+        kept = _matching(graph, "keep", self.keep)
+        in_ram = kept | _matching(graph, "never_page", self.never_page)
+        once = kept | _matching(graph, "never_remat", self.never_remat)
+        return dataclasses.replace(
+            graph,
+            values=tuple(
+                dataclasses.replace(
+                    value, pageable=value.pageable and self.paging and v not in in_ram
+                )
+                for v, value in enumerate(graph.values)
+            ),
+            nodes=tuple(
+                dataclasses.replace(
+                    node,
+                    repeatable=node.repeatable
+                    and self.remat
+                    and once.isdisjoint(node.writes),
+                )
+                for node in graph.nodes
+            ),
+        )
+
+
+def _matching(graph: Graph, pin: str, patterns: Iterable[str]) -> set[int]:
+    """The values that a pattern names; ValueError for one that names none."""
+    found = set()
+    for pattern in patterns:
+        named = {
+            v
+            for v, value in enumerate(graph.values)
+            if fnmatch.fnmatchcase(value.name, pattern)
+        }
+        if not named:
+            names = ", ".join(repr(value.name) for value in graph.values[:3])
+            raise ValueError(
+                f"MilpPlanner was asked for {pin}={pattern!r}, which no value of the "
+                f"graph is called. Its {len(graph.values)} values are called {names} "
+                "and so on. Print Scheduled.plan(*args).graph for all names."
+            )
+        found |= named
+    return found
 
 
 class _Search:
@@ -106,12 +170,31 @@ class _Search:
         value = self.value(self.best)
         return value - self.bound <= self.planner.gap * abs(value)
 
+    def __str__(self) -> str:
+        """For the progress line."""
+        energy = self.planner.objective == "energy"
+        show = format_joules if energy else format_seconds
+        found = "no plan yet"
+        if self.best is not None:
+            value = self.value(self.best)
+            found = f"{show(value)}, gap {(value - self.bound) / (value or 1):.2%}"
+        return (
+            f"planning {format_count(len(self.graph.nodes), 'node')}: {found}, bound "
+            f"{show(self.bound)}, {self.seconds_left():.0f} s left"
+        )
+
     def plan(self) -> Plan:
         self.consider(keep_everything(self.graph, self.costs))
-        if not self.is_optimal():
-            self.heuristics()
-        if not self.is_optimal():
-            self.solve()
+        try:
+            with progress.line(self.__str__, self.planner.progress):
+                if not (self.is_optimal() or is_too_late(self.costs, self.budget)):
+                    self.heuristics()
+                    if not self.is_optimal():
+                        self.solve()
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+            logger.warning("planning was interrupted: the best plan so far is used")
         if self.best is None:
             raise self.too_small()
         return self.best.plan(
@@ -315,8 +398,6 @@ class Formulation:
 
     def _candidates(self, stage: int) -> list[int]:
         """C(t): the nodes that may run again in stage t, ascending."""
-        if not self.planner.remat:
-            return []
         return [i for i in range(stage) if self.graph.nodes[i].repeatable]
 
     def _touches(self) -> dict[int, list[int]]:
@@ -356,9 +437,7 @@ class Formulation:
                 for v in graph.nodes[i].reads:
                     self.readers_in.setdefault((v, t), []).append(i)
         for v, stages in self.touches.items():
-            if not (
-                self.planner.paging and graph.values[v].pageable and self.nbytes[v]
-            ):
+            if not (graph.values[v].pageable and self.nbytes[v]):
                 continue
             for t in stages[1:]:
                 if v in self.reads(t) or (v, t) in self.readers_in:
