@@ -8,6 +8,7 @@ from poet_jax.errors import BudgetTooSmall, CannotTrace, PageStoreError, PlanInv
 from poet_jax.executors.host import HostExecutor, Run
 from poet_jax.graph import Graph, Node, Value
 from poet_jax.order import order
+from poet_jax.pareto import Front, Point, pareto
 from poet_jax.plan import Budget, Compute, PageIn, PageOut, Plan, Stages, Status
 from poet_jax.planners.greedy import greedy, paging_only
 from poet_jax.planners.keep_all import keep_all
@@ -31,6 +32,7 @@ __all__ = [
     "DeviceProfile",
     "FileStore",
     "Free",
+    "Front",
     "Graph",
     "HostExecutor",
     "HostStore",
@@ -42,6 +44,7 @@ __all__ = [
     "PaperPlanner",
     "Plan",
     "PlanInvalid",
+    "Point",
     "Program",
     "Run",
     "Schedule",
@@ -59,6 +62,7 @@ __all__ = [
     "lower",
     "order",
     "paging_only",
+    "pareto",
     "price",
     "schedule",
     "simulate",

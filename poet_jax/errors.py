@@ -9,6 +9,8 @@ class BudgetTooSmall(ValueError):
       smallest_bytes: the smallest memory budget that works, in bytes.
       exact: True if one byte less than `smallest_bytes` is proven not to work; False if
         `smallest_bytes` works but a smaller budget has not been ruled out.
+      least_bytes: proven to be the least that could work, so that the smallest budget
+        lies between it and `smallest_bytes`; the same as that if `exact`.
       node: name of the node at which memory is highest under that smallest budget.
       values: names of the values alive there, largest first.
     """
@@ -19,12 +21,14 @@ class BudgetTooSmall(ValueError):
         *,
         smallest_bytes: int,
         exact: bool,
+        least_bytes: int,
         node: str,
         values: tuple[str, ...],
     ):
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
         self.exact = exact
+        self.least_bytes = least_bytes
         self.node = node
         self.values = values
 

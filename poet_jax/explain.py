@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from typing import Any
 
 from poet_jax.graph import Graph
 from poet_jax.plan import Budget, Compute, PageIn, Plan
@@ -63,6 +64,18 @@ def table(
     return "\n".join(lines)
 
 
+def new_figure(**options: Any) -> Any:
+    """An empty matplotlib figure; ImportError with what to type without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "A figure was asked for, and matplotlib is not installed. It is an "
+            'optional part of poet_jax. Type pip install "poet_jax[plot]".'
+        ) from error
+    return Figure(layout="constrained", **options)
+
+
 def plot(
     path: str | os.PathLike, budget: Budget, program: Program, usage: Usage, base: Usage
 ) -> None:
@@ -71,17 +84,9 @@ def plot(
     The file's type follows its name (.png, .svg, .pdf). Needs matplotlib, which
     `pip install "poet_jax[plot]"` brings; raises ImportError without it.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "A figure was asked for, and matplotlib is not installed. It is an "
-            "optional "
-            'part of poet_jax. Type pip install "poet_jax[plot]".'
-        ) from error
     mib = 2.0**20
     layers = _live_by_decision(program)
-    figure = Figure(figsize=(9, 5), layout="constrained")
+    figure = new_figure(figsize=(9, 5))
     memory, lanes = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     # Okabe and Ito's colours, which are told apart without red or green.
     colours = {

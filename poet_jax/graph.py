@@ -6,6 +6,7 @@ import functools
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -205,7 +206,7 @@ class Graph:
                     n.reads,
                     n.writes,
                     n.repeatable,
-                    [e.primitive.name for e in n.equations],
+                    [(e.primitive.name, _plain(e.params)) for e in n.equations],
                 )
                 for n in self.nodes
             ],
@@ -236,6 +237,11 @@ class Graph:
             mark += "" if node.repeatable else " [runs once]"
             lines.append(f"  {number:4d} {node.name}{mark}: {writes} <- {reads}")
         return "\n".join(lines)
+
+
+def _plain(params: dict[str, Any]) -> str:
+    """Parameters of an equation as text, without addresses of this process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(sorted(params.items(), key=str)))
 
 
 def renumber(graph: Graph, nodes: Iterable[Node]) -> Graph:

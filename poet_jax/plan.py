@@ -5,7 +5,7 @@ import enum
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from poet_jax.errors import PlanInvalid
@@ -229,6 +229,24 @@ class Stages:
     def empty(cls, graph: Graph) -> "Stages":
         stages = range(len(graph.nodes) + 1)
         return cls([set() for _ in stages], [set() for _ in stages], set())
+
+    @classmethod
+    def of(cls, graph: Graph, actions: Iterable[Action]) -> "Stages":
+        """The staged plan of `actions`; what a stage does is put in its own order."""
+        stages = cls.empty(graph)
+        stage = 0
+        for action in actions:
+            match action:
+                case Compute(number):
+                    if number == stage:
+                        stage += 1
+                    else:
+                        stages.reruns[stage].add(number)
+                case PageIn(value):
+                    stages.page_ins[stage].add(value)
+                case PageOut(value):
+                    stages.page_outs.add(value)
+        return stages
 
     def actions(self, graph: Graph) -> tuple[Action, ...]:
         """The actions in order; reruns come in base order within their stage."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,23 @@ class Costs:
             f"{format_seconds(self.seconds.sum())}, "
             f"{format_joules(self.joules.sum())} and {self.static_watts:g} W throughout"
         )
+
+
+def costs_to_dict(costs: Costs) -> dict[str, Any]:
+    """Everything that `costs_from_dict` needs, as JSON types."""
+    return {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in vars(costs).items()
+    }
+
+
+def costs_from_dict(data: dict[str, Any]) -> Costs:
+    """The costs that `costs_to_dict` wrote."""
+    columns: dict[str, Any] = {
+        name: np.array(value) if isinstance(value, list) else value
+        for name, value in data.items()
+    }
+    return Costs(**columns)
 
 
 # Growth that the system's own bookkeeping may cause is not a node's workspace.

@@ -13,16 +13,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.core import Tracer
 
 from poet_jax import explain
+from poet_jax.cache import PlanCache
 from poet_jax.coarsen import coarsen
 from poet_jax.device import DeviceProfile, host
 from poet_jax.errors import CannotTrace, ClosesOverTracer, PlanInvalid
 from poet_jax.executors.host import HostExecutor, Run, Runner
 from poet_jax.graph import Graph
 from poet_jax.order import order
+from poet_jax.pareto import Front, pareto
 from poet_jax.plan import (
     Budget,
     BudgetLike,
@@ -35,7 +36,7 @@ from poet_jax.plan import (
 )
 from poet_jax.planners.judge import fits, keep_everything
 from poet_jax.planners.milp import MilpPlanner
-from poet_jax.price import Costs, price
+from poet_jax.price import Costs, costs_from_dict, costs_to_dict, price
 from poet_jax.program import Program, lower
 from poet_jax.simulate import Usage, simulate
 from poet_jax.trace import trace
@@ -81,14 +82,10 @@ class Schedule:
 
     def to_json(self, path: str | os.PathLike) -> None:
         """Write budget, plan and costs to `path`; `from_json` reads them."""
-        costs = {
-            name: value.tolist() if isinstance(value, np.ndarray) else value
-            for name, value in vars(self.costs).items()
-        }
         data = {
             "budget": dataclasses.asdict(self.budget),
             "plan": plan_to_dict(self.graph, self.plan),
-            "costs": costs,
+            "costs": costs_to_dict(self.costs),
         }
         save_json(path, data)
 
@@ -102,11 +99,7 @@ class Schedule:
         with open(path) as file:
             data = json.load(file)
         plan = plan_from_dict(self.graph, data["plan"])
-        columns: dict[str, Any] = {
-            name: np.array(value) if isinstance(value, list) else value
-            for name, value in data["costs"].items()
-        }
-        costs = Costs(**columns)
+        costs = costs_from_dict(data["costs"])
         return Schedule.of(self.graph, costs, Budget(**data["budget"]), plan)
 
 
@@ -153,6 +146,7 @@ class Scheduled:
         device: DeviceProfile | None,
         planner: Planner | None,
         executor: Callable[[Program], Any] | None,
+        plan_cache: str | os.PathLike | None,
         **jit_options: Any,
     ):
         functools.update_wrapper(self, fun)
@@ -162,6 +156,7 @@ class Scheduled:
         self.device = device
         self.planner = planner if planner is not None else MilpPlanner()
         self.executor = executor if executor is not None else HostExecutor()
+        self._cache = None if plan_cache is None else PlanCache(plan_cache)
         # An option that is given, even if empty, keeps jax.jit from inferring it.
         given = {name: x for name, x in jit_options.items() if x not in ((), [])}
         self._jitted = jax.jit(fun, **given)
@@ -184,6 +179,15 @@ class Scheduled:
         BudgetTooSmall.
         """
         return self._plan(self._key(args, kwargs), args, kwargs)
+
+    def pareto(
+        self, *args: Any, budgets: Iterable[BudgetLike] | None = None, **kwargs: Any
+    ) -> Front:
+        """What each of several budgets would cost for arguments like these.
+
+        As `poet_jax.pareto`; nothing runs, as in `plan`.
+        """
+        return pareto(*self._priced(args, kwargs), budgets, self.planner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
@@ -220,22 +224,28 @@ class Scheduled:
             reason = _difference(self._latest, key)
             if reason:
                 logger.warning("planning %s again: %s", self._name, reason)
-            try:
-                graph = order(coarsen(trace(self._jitted, *args, **kwargs)))
-            except CannotTrace as error:
-                if not reason or isinstance(error, ClosesOverTracer):
-                    raise
-                raise CannotTrace(
-                    f"{error} What changed since the last call: {reason}."
-                ) from error
-            with jax.ensure_compile_time_eval():
-                device = self.device if self.device is not None else host()
-                costs = price(graph, device)
-            self._schedules[key] = make_schedule(
-                graph, costs, self.budget, self.planner
-            )
+            graph, costs = self._priced(args, kwargs, reason)
+            planner = self.planner
+            if self._cache is not None:
+                planner = functools.partial(self._cache.plan, planner)
+            self._schedules[key] = make_schedule(graph, costs, self.budget, planner)
             self._latest = key
         return self._schedules[key]
+
+    def _priced(self, args, kwargs, reason: str = "") -> tuple[Graph, Costs]:
+        try:
+            graph = order(coarsen(trace(self._jitted, *args, **kwargs)))
+        except CannotTrace as error:
+            if not reason or isinstance(error, ClosesOverTracer):
+                raise
+            raise CannotTrace(
+                f"{error} What changed since the last call: {reason}."
+            ) from error
+        with jax.ensure_compile_time_eval():
+            if self._cache is not None:
+                return graph, self._cache.costs(graph, self.device)
+            device = self.device if self.device is not None else host()
+            return graph, price(graph, device)
 
 
 class _StaticArguments:
@@ -332,6 +342,7 @@ def schedule(
     device: DeviceProfile | None = None,
     planner: Planner | None = None,
     executor: Callable[[Program], Any] | None = None,
+    plan_cache: str | os.PathLike | None = None,
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
     donate_argnums: int | Iterable[int] = (),
@@ -344,6 +355,8 @@ def schedule(
       device: prices the plan; this machine as measured by default.
       planner: `MilpPlanner()` by default.
       executor: `HostExecutor()` by default.
+      plan_cache: a folder for plans and measured costs, so that a later start of the
+        same job plans nothing; see `cache.PlanCache`.
       static_argnums, static_argnames, donate_argnums: as for `jax.jit`.
 
     Returns a `Scheduled`; its call raises BudgetTooSmall, CannotTrace, PageStoreError.
@@ -353,6 +366,7 @@ def schedule(
         device=device,
         planner=planner,
         executor=executor,
+        plan_cache=plan_cache,
         static_argnums=static_argnums,
         static_argnames=static_argnames,
         donate_argnums=donate_argnums,

@@ -111,6 +111,44 @@ def test_the_milp_knows_what_it_was_not_asked_for(option, value):
     assert_three_sentences(caught.value, option, value, "Type")
 
 
+@pytest.mark.parametrize(
+    "planner", [poet_jax.keep_all, poet_jax.greedy, poet_jax.MilpPlanner()]
+)
+def test_a_deadline_shorter_than_the_compute_alone_is_named(planner):
+    schedule = poet_jax.schedule(gradient, "1GiB", **OPTIONS).plan(W, X)
+    seconds = schedule.costs.seconds.sum()
+    budget = poet_jax.Budget(2**30, seconds=0.9 * seconds)
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        planner(schedule.graph, schedule.costs, budget)
+    assert_three_sentences(caught.value, "deadline", f"{seconds:.6g}", "seconds=")
+
+
+def test_storage_too_small_for_any_plan_is_named():
+    planner = poet_jax.MilpPlanner(remat=False)
+    schedule = poet_jax.schedule(gradient, "1GiB", **OPTIONS).plan(W, X)
+    inputs = schedule.graph, schedule.costs
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        planner(*inputs, poet_jax.Budget(1))
+    smallest = caught.value.smallest_bytes
+    planner(*inputs, poet_jax.Budget(smallest))
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        planner(*inputs, poet_jax.Budget(smallest, store_bytes=0))
+    assert_three_sentences(caught.value, "storage", "store_bytes=")
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["seconds", "page_in_joules", "static_watts"])
+def test_a_cost_that_is_none_is_refused(name, wrong):
+    costs = vars(poet_jax.schedule(gradient, "1GiB", **OPTIONS).plan(W, X).costs)
+    column = costs[name].copy() if name != "static_watts" else wrong
+    if name != "static_watts":
+        column[2] = wrong
+    with pytest.raises(ValueError) as caught:
+        poet_jax.Costs(**(costs | {name: column}))
+    where = {"seconds": "node 2", "page_in_joules": "value 2"}.get(name, "the step")
+    assert_three_sentences(caught.value, name, str(wrong), where)
+
+
 # Functions, losses, models and batches.
 
 

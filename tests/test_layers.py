@@ -10,9 +10,9 @@ LAYERS = """
     units progress errors graph trace coarsen order heap store compile device price
     plan program simulate
     planners planners.judge planners.keep_all planners.sqrt planners.greedy
-    planners.worker planners.solver planners.objective planners.cuts planners.milp
-    planners.paper executors executors.buffers executors.host explain
-    transform training nnx linen train_step
+    planners.repair planners.worker planners.solver planners.objective planners.cuts
+    planners.milp planners.paper executors executors.buffers executors.host explain
+    pareto cache transform training nnx linen train_step
     __init__
 """.split()
 

@@ -1,6 +1,7 @@
 """The sparse MILP where brute force does not reach, and what it once got wrong."""
 
 import dataclasses
+import fnmatch
 import shutil
 import sys
 
@@ -178,3 +179,58 @@ def test_a_crash_of_the_solver_leaves_the_best_heuristic(dies, monkeypatch, capl
     again = poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(40))
     assert again.status is poet_jax.Status.OPTIMAL
     assert again.objective <= plan.objective
+
+
+def test_ctrl_c_returns_the_best_plan_so_far(monkeypatch, caplog):
+    graph, costs = twelve_nodes()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(solver, "_ask", interrupted)
+    plan = poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(36))
+    assert plan.status is poet_jax.Status.FEASIBLE
+    assert poet_jax.simulate(poet_jax.lower(graph, plan), costs).peak_bytes <= 36
+    assert "interrupted" in caplog.text
+    with pytest.raises(KeyboardInterrupt):  # there is no plan to return
+        poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(32))
+
+
+def test_a_line_shows_how_far_the_planning_is_until_it_is_turned_off(
+    monkeypatch, capsys
+):
+    graph, costs = twelve_nodes()
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(poet_jax.progress, "_SECONDS", 1e-3)
+    poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(33))
+    shown = capsys.readouterr().err
+    assert "planning 12 nodes" in shown and "bound" in shown and "s left" in shown
+    assert shown.endswith("\r\x1b[K")
+    poet_jax.MilpPlanner(progress=False)(graph, costs, poet_jax.Budget(33))
+    assert capsys.readouterr().err == ""
+
+
+@settings(max_examples=40)
+@given(
+    case=budgeted_graphs(static_watts=(0.0,)),
+    pin=st.sampled_from(["keep", "never_page", "never_remat"]),
+    pattern=st.sampled_from(["v*a", "v?b", "*"]),
+)
+def test_a_pinned_value_is_left_alone(case, pin, pattern):
+    graph, costs, budget = case
+    names = [value.name for value in graph.values]
+    pinned = {v for v, name in enumerate(names) if fnmatch.fnmatchcase(name, pattern)}
+    if not pinned:
+        with pytest.raises(ValueError, match="no value"):
+            poet_jax.MilpPlanner(**{pin: pattern})(graph, costs, poet_jax.Budget(1))
+        return
+    plan = attempt(poet_jax.MilpPlanner(**{pin: (pattern,)}), graph, costs, budget)
+    if not isinstance(plan, poet_jax.Plan):
+        return
+    free = attempt(poet_jax.MilpPlanner(), graph, costs, budget)
+    assert free.bound <= plan.objective * (1 + 1e-9)
+    runs = [a.node for a in plan.actions if isinstance(a, poet_jax.Compute)]
+    repeated = {v for n in runs if runs.count(n) > 1 for v in graph.nodes[n].writes}
+    paged = {a.value for a in plan.actions if isinstance(a, poet_jax.PageIn)}
+    assert pin == "never_remat" or pinned.isdisjoint(paged)
+    assert pin == "never_page" or pinned.isdisjoint(repeated)

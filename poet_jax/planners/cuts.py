@@ -13,6 +13,7 @@ is limited at the cuts alone, which are added where the plan of a solution excee
 """
 
 import bisect
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -37,6 +38,8 @@ class Cuts:
       planner: a MilpPlanner.
       nodes: base nodes to cut at.
       reserve_bytes: left free at every cut. With it the minimum is no bound.
+      horizon: nodes that run again are at most so many before one whose results a
+        segment reads; None for no limit. With it the minimum is no bound.
     """
 
     def __init__(
@@ -47,9 +50,10 @@ class Cuts:
         planner: Any,
         nodes: Iterable[int],
         reserve_bytes: int = 0,
+        horizon: int | None = None,
     ):
         self.graph, self.costs, self.budget = graph, costs, budget
-        self.planner = planner
+        self.planner, self.horizon = planner, horizon
         self.nodes = sorted(nodes)
         self.last = len(self.nodes)  # the last segment
         self.nbytes = [int(n) for n in costs.nbytes]
@@ -70,7 +74,7 @@ class Cuts:
             )
         self._variables()
         self._source_rows()
-        for segment in range(1, self.last):
+        for segment in range(1, self.last, 1 if horizon is None else 3):
             self._window_rows(segment)
         self._memory_rows(reserve_bytes)
         self._store_rows()
@@ -113,29 +117,43 @@ class Cuts:
         graph, model, later = self.graph, self.model, set()
         for segment in range(self.last, -1, -1):
             later = {v for v in later if self.is_older(v, segment)}
-            later |= self.needed[segment]
-            todo = list(later)
-            while todo:
-                node = graph.producer.get(todo.pop(), -1)
-                if (
-                    node < 0
-                    or not graph.nodes[node].repeatable
-                    or (node, segment) in self.r
-                ):
-                    continue
+            needed = self.needed[segment]
+            wanted = needed if self.horizon is not None else later | needed
+            nodes = self.ancestors(wanted)
+            touched = set(needed)
+            for node in nodes:
                 self.r[node, segment] = model.add_var(binary=True)
-                reads = {
-                    v for v in graph.nodes[node].reads if self.is_older(v, segment)
-                }
-                todo.extend(reads - later)
-                later |= reads
+                both = (*graph.nodes[node].reads, *graph.nodes[node].writes)
+                touched.update(v for v in both if self.is_older(v, segment))
+            later |= touched
             for v in later if segment else ():
+                if v not in touched:  # nothing about it changes in this segment
+                    self.x[v, segment] = self.x[v, segment + 1]
+                    continue
                 self.x[v, segment] = model.add_var(binary=True)
                 if graph.values[v].pageable:
                     self.page_in[v, segment] = model.add_var(binary=True)
                     if v not in self.page_out:
                         self.page_out[v] = model.add_var(ub=1)
                     model += self.page_in[v, segment] <= self.page_out[v]  # (17)
+
+    def ancestors(self, values: Iterable[int]) -> list[int]:
+        """Nodes that may run again for `values`, in base order.
+
+        With a horizon, those at most so many nodes before the one that made a value.
+        """
+        graph, oldest = self.graph, {}
+        horizon = len(graph.nodes) if self.horizon is None else self.horizon
+        todo = [(v, max(0, graph.producer.get(v, -1) - horizon)) for v in values]
+        while todo:
+            v, first = todo.pop()
+            node = graph.producer.get(v, -1)
+            if node < first or not graph.nodes[node].repeatable:
+                continue
+            if first < oldest.get(node, math.inf):
+                oldest[node] = first
+                todo.extend((u, first) for u in graph.nodes[node].reads)
+        return sorted(oldest)
 
     def sources(self, value: int, segment: int) -> Any:
         """What may bring `value` into RAM during the segment."""
@@ -153,7 +171,8 @@ class Cuts:
                 if segment and self.is_older(v, segment):
                     model += again <= self.sources(v, segment)  # (14)
         for (v, cut), kept in self.x.items():
-            if cut > 1 and self.is_older(v, cut - 1):
+            same = self.x.get((v, cut - 1)) is kept
+            if cut > 1 and not same and self.is_older(v, cut - 1):
                 model += kept <= self.sources(v, cut - 1)  # (15)
 
     def _window_rows(self, start: int) -> None:
@@ -265,13 +284,12 @@ class Cuts:
                     resident.add(value)
                 case Free(value):
                     resident.discard(value)
-        return [
-            (y, float((kind, *key) in true))
-            for kind, variables in (
-                ("x", self.x), ("r", self.r), ("in", self.page_in)
-            )
-            for key, y in variables.items()
-        ]  # fmt: skip
+        values: dict[Any, float] = {}
+        for kind, variables in (("x", self.x), ("r", self.r), ("in", self.page_in)):
+            for key, y in variables.items():  # one variable may stand for many cuts
+                on = (kind, *key) in true
+                values[y] = min(values.get(y, 1.0), float(on))
+        return list(values.items())
 
 
 def crests(graph: Graph, judged: Judged) -> list[tuple[int, int]]:

@@ -1,10 +1,12 @@
 """Evict, one at a time, the value that is cheapest per byte to bring back."""
 
 import bisect
+import math
 import time
+from collections.abc import Iterator
 
 from poet_jax.graph import Graph
-from poet_jax.plan import Budget, Compute, PageIn, Plan, Stages
+from poet_jax.plan import Budget, Compute, PageIn, PageOut, Plan, Stages
 from poet_jax.planners.judge import (
     Judged,
     budget_too_small,
@@ -39,7 +41,7 @@ def _plan(name: str, graph: Graph, costs: Costs, budget: Budget, remat: bool) ->
     since = time.monotonic()
     judged = evict(graph, costs, budget, remat=remat)
     if not fits(judged.usage, budget):
-        raise budget_too_small(graph, costs, budget, judged, name, exact=True)
+        raise budget_too_small(graph, costs, budget, judged, name)
     return judged.plan(name, since, bound=keep_all_objective(costs, "energy"))
 
 
@@ -58,11 +60,11 @@ def evict(
     room for prefetching). Where no state fits, the one with the smallest peak is
     returned.
     """
-    eviction = _Eviction(graph, costs, remat, paging, objective)
     state = leanest = keep_everything(graph, costs)
     if fits(state.usage, budget):
         return state  # nothing is cheaper
     best = None
+    eviction = Eviction(graph, costs, state, remat, paging, objective)
     while True:
         judged = state
         if state.usage.peak_bytes <= budget.memory_bytes:
@@ -75,80 +77,77 @@ def evict(
             leanest = state
         if not eviction.step(state):
             return best or leanest
-        state = judge(graph, costs, eviction.stages().actions(graph))
+        state = eviction.judged()
 
 
-class _Eviction:
-    """Which gaps between two reads of a value are bridged without RAM, and how.
+class Eviction:
+    """A staged plan that evicts values: instead of waiting in RAM at the peak, they are
+    paged in or made again in the stage of their next read."""
 
-    A gap is (value, stage of the read that ends it).
-    """
-
-    def __init__(self, graph: Graph, costs: Costs, remat, paging, objective):
+    def __init__(
+        self, graph: Graph, costs: Costs, judged: Judged, remat, paging, objective
+    ):
         self.graph, self.costs = graph, costs
         self.remat, self.paging = remat, paging
-        self.evicted: dict[tuple[int, int], str] = {}
-        self.touches = [list(readers) for readers in graph.readers]
-        for value in set(graph.outputs):
-            self.touches[value].append(len(graph.nodes))
+        self.stages = Stages.of(graph, judged.actions)
         energy = objective == "energy"
         watts = costs.static_watts if energy else 1.0
         self.node_cost = (costs.joules if energy else 0) + watts * costs.seconds
         self.in_cost = costs.page_in_joules if energy else costs.page_in_seconds
         self.out_cost = costs.page_out_joules if energy else costs.page_out_seconds
 
-    def gap(self, value: int, stage: int) -> tuple[int, int] | None:
-        """The gap of `value` that spans `stage`, ending at or after it."""
-        touches = self.touches[value]
-        index = bisect.bisect_left(touches, stage)
-        return (value, touches[index]) if index < len(touches) else None
+    def judged(self) -> Judged:
+        return judge(self.graph, self.costs, self.stages.actions(self.graph))
 
-    def paged(self) -> set[int]:
-        return {value for (value, _), how in self.evicted.items() if how == "page"}
+    def step(self, judged: Judged, enough_bytes: float = math.inf) -> bool:
+        """Evict the cheapest values per byte at the peak; False if none is left.
 
-    def step(self, judged: Judged) -> bool:
-        """Evict the cheapest values alive at the peak; False if none is left.
-
-        One at a time, or a few in a large graph, as judging a state takes long there.
+        One at a time, or a few in a large graph, as judging a state takes long there,
+        until they have `enough_bytes`.
         """
-        stage, alive = self.at_peak(judged)
-        paged = self.paged()
         scores = []
-        for value in alive:
-            gap = self.gap(value, stage)
-            produced = self.graph.producer.get(value, -1)
-            if (
-                gap is None
-                or gap in self.evicted
-                or gap[1] == stage
-                or produced >= stage
-            ):
-                continue
+        life = Life(judged)
+        for value, stage in life.waiting():
             nbytes = int(self.costs.nbytes[value])
-            for how, cost in self.options(value, gap[1], paged):
-                scores.append((cost / max(nbytes, 1), -nbytes, value, gap[1], how))
-        chosen: dict[tuple[int, int], str] = {}
-        for _, _, value, ends, how in sorted(scores):
-            if len(chosen) <= len(self.graph.nodes) // 60:
-                chosen.setdefault((value, ends), how)
-        self.evicted.update(chosen)
-        return bool(chosen)
+            for how, cost in self.options(value, stage, life):
+                scores.append((cost / max(nbytes, 1), -nbytes, value, stage, how))
+        evicted: set[int] = set()
+        for _, _, value, stage, how in sorted(scores):
+            if value in evicted:
+                continue
+            if len(evicted) > len(self.graph.nodes) // 60 or enough_bytes <= 0:
+                break
+            evicted.add(value)
+            enough_bytes -= int(self.costs.nbytes[value])
+            if how == "page":
+                self.stages.page_ins[stage].add(value)
+                self.stages.page_outs.add(value)
+            else:
+                reruns, page_ins = self.stages.reruns[stage], set()
+                self.bring_back(value, stage, life, reruns, page_ins)
+                self.stages.page_ins[stage] |= page_ins
+                written = {v for n in reruns for v in self.graph.nodes[n].writes}
+                self.stages.page_ins[stage] -= written
+        return bool(evicted)
 
-    def options(self, value: int, stage: int, paged: set[int]):
+    def options(self, value: int, stage: int, life: "Life"):
         """(how, cost) of bringing `value` back at `stage`."""
-        if self.paging and self.graph.values[value].pageable:
-            out = 0.0 if value in paged else float(self.out_cost[value])
+        there = self.stages.page_ins[stage]
+        if self.paging and self.graph.values[value].pageable and value not in there:
+            out = 0.0 if value in self.stages.page_outs else float(self.out_cost[value])
             yield "page", out + float(self.in_cost[value])
         if self.remat:
-            reruns, page_ins = set(), set()
-            if self.bring_back(value, stage, reruns, page_ins, paged):
+            before = self.stages.reruns[stage]
+            reruns, page_ins = set(before), set()
+            possible = self.bring_back(value, stage, life, reruns, page_ins)
+            if possible and not (reruns == before and page_ins <= there):
                 yield (
                     "remat",
-                    sum(float(self.node_cost[n]) for n in reruns)
+                    sum(float(self.node_cost[n]) for n in reruns - before)
                     + sum(float(self.in_cost[v]) for v in page_ins),
                 )
 
-    def bring_back(self, value, stage, reruns, page_ins, paged) -> bool:
+    def bring_back(self, value, stage, life, reruns, page_ins) -> bool:
         """Collect what must run or be paged in for `value`; False if nothing can."""
         stack = [value]
         while stack:
@@ -159,44 +158,78 @@ class _Eviction:
                 continue
             reruns.add(number)
             for read in self.graph.nodes[number].reads:
-                gap = self.gap(read, stage)
-                if read in self.graph.pinned or (
-                    gap is not None and gap not in self.evicted
-                ):
+                if life.is_there(read, stage):
                     continue
-                if read in paged:
+                if read in self.stages.page_ins[stage]:
+                    continue
+                if read in self.stages.page_outs:
                     page_ins.add(read)
                 else:
                     stack.append(read)
         return True
 
-    def stages(self) -> Stages:
-        stages = Stages.empty(self.graph)
-        stages.page_outs = paged = self.paged()
-        for (value, stage), how in self.evicted.items():
-            if how == "page":
-                stages.page_ins[stage].add(value)
-            else:
-                self.bring_back(
-                    value, stage, stages.reruns[stage], stages.page_ins[stage], paged
-                )
-        for stage, reruns in enumerate(stages.reruns):
-            written = {v for n in reruns for v in self.graph.nodes[n].writes}
-            stages.page_ins[stage] -= written
-        return stages
 
-    def at_peak(self, judged: Judged) -> tuple[int, set[int]]:
-        """The base stage of the peak, and the values alive there that may be
-        dropped."""
-        alive = set(self.graph.initial)
-        computed: set[int] = set()
-        for x in judged.program.instructions[: judged.usage.peak_instruction]:
+class Life:
+    """When the values of a program are in RAM and who reads them next, by stage."""
+
+    def __init__(self, judged: Judged):
+        self.graph = graph = judged.program.graph
+        self.peak = judged.usage.peak_instruction
+        self.reads: list[list[tuple[int, int]]] = [[] for _ in graph.values]
+        self.spans: list[list[int]] = [[] for _ in graph.values]  # came, left, came ...
+        for value in graph.initial:
+            self.spans[value].append(-1)
+        self.begins = [0]  # the first row of each stage
+        fresh = False
+        for row, x in enumerate(judged.program.instructions):
+            if fresh and not isinstance(x, Free | PageOut):
+                self.begins.append(row)
+                fresh = False
+            stage = len(self.begins) - 1
             match x:
                 case Compute(number):
-                    computed.add(number)
-                    alive.update(self.graph.nodes[number].writes)
+                    for value in graph.nodes[number].reads:
+                        self.reads[value].append((row, stage))
+                    for value in graph.nodes[number].writes:
+                        if len(self.spans[value]) % 2 == 0:
+                            self.spans[value].append(row)
+                    fresh = number == stage
                 case PageIn(value):
-                    alive.add(value)
+                    if len(self.spans[value]) % 2 == 0:
+                        self.spans[value].append(row)
                 case Free(value):
-                    alive.remove(value)
-        return len(computed), alive - self.graph.pinned
+                    self.spans[value].append(row)
+        end = len(judged.program.instructions)
+        while len(self.begins) <= len(graph.nodes):
+            self.begins.append(end)
+        for value in set(graph.outputs):
+            self.reads[value].append((end, len(graph.nodes)))
+
+    def waiting(self) -> Iterator[tuple[int, int]]:
+        """(value, stage of its next read) of what waits in RAM at the peak."""
+        stage = bisect.bisect_right(self.begins, self.peak) - 1
+        for value, reads in enumerate(self.reads):
+            if value in self.graph.pinned or not self._is_there(value, self.peak):
+                continue
+            index = bisect.bisect_left(reads, (self.peak, -1))
+            if index < len(reads) and reads[index][1] > stage:
+                yield value, reads[index][1]
+
+    def left(self, value: int, row: int) -> int | None:
+        """When a value that comes back at a row was freed before; None if nobody reads
+        it then."""
+        spans = self.spans[value]
+        index = bisect.bisect_left(spans, row)
+        last = spans[index + 1] if index + 1 < len(spans) else math.inf
+        reads = self.reads[value]
+        read = bisect.bisect_left(reads, (row, -1))
+        if read == len(reads) or reads[read][0] > last:
+            return None
+        return spans[index - 1]
+
+    def is_there(self, value: int, stage: int) -> bool:
+        """Whether a value is in RAM when a stage begins."""
+        return self._is_there(value, self.begins[stage])
+
+    def _is_there(self, value: int, row: int) -> bool:
+        return bisect.bisect_left(self.spans[value], row) % 2 == 1

@@ -123,10 +123,12 @@ def budget_too_small(
     smallest: Judged,
     planner: str,
     *,
-    exact: bool,
+    least_bytes: int | None = None,
 ) -> BudgetTooSmall:
-    """The error for a budget under that of `smallest`, the leanest plan of a
-    planner."""
+    """The error for a budget under that of `smallest`, the leanest plan of a planner.
+
+    `least_bytes` is proven to be needed; by default the planner has no leaner plan.
+    """
     node, alive = alive_at_peak(smallest.program, costs, smallest.usage)
     names = [graph.values[v].name for v in alive]
     largest = ", ".join(
@@ -134,11 +136,12 @@ def budget_too_small(
         for v in alive[:3]
     )
     least = smallest.usage.peak_bytes
+    exact = least_bytes is None or least_bytes >= least
     proven = (
         f"{planner} needs {least} bytes ({format_bytes(least)})"
         if exact
         else f"The leanest plan that {planner} found needs {least} bytes "
-        f"({format_bytes(least)})"
+        f"({format_bytes(least)}), and none needs under {least_bytes}"
     )
     limits = ""
     if budget.memory_bytes >= least:
@@ -167,6 +170,7 @@ def budget_too_small(
         f"the need: {advice}.",
         smallest_bytes=least,
         exact=exact,
+        least_bytes=least if exact else int(least_bytes or 0),
         node=node,
         values=tuple(names),
     )

@@ -24,7 +24,7 @@ def keep_all(
     since = time.monotonic()
     judged = keep_everything(graph, costs)
     if not fits(judged.usage, budget):
-        raise budget_too_small(graph, costs, budget, judged, "keep_all", exact=True)
+        raise budget_too_small(graph, costs, budget, judged, "keep_all")
     bound = keep_all_objective(costs, objective)
     return judged.plan(
         "keep_all", since, objective=objective, bound=bound, status=Status.OPTIMAL

@@ -37,6 +37,7 @@ from poet_jax.planners.judge import (
     prefetch,
 )
 from poet_jax.planners.objective import minimise
+from poet_jax.planners.repair import evictions, refill
 from poet_jax.planners.solver import Model, check_solver, xsum
 from poet_jax.price import Costs
 from poet_jax.units import format_count, format_joules, format_seconds
@@ -45,6 +46,13 @@ logger = logging.getLogger("poet_jax")
 
 # Up to this many nodes the formulation below is solved; beyond, `Cuts`.
 EXACT_NODES = 32
+
+# A program of `Cuts` with more binaries gets a horizon, of so many nodes.
+LARGE = 6000
+HORIZON = 40
+
+# Beyond so many nodes the heuristics try all means together only.
+MANY_NODES = 500
 
 # Relative gap at which the solver leaves a round of `Cuts`.
 ROUND_GAP = 3e-4
@@ -92,9 +100,13 @@ class MilpPlanner:
             single = isinstance(patterns, str)
             object.__setattr__(self, name, (patterns,) if single else tuple(patterns))
 
-    def __call__(self, graph: Graph, costs: Costs, budget: Budget) -> Plan:
+    def __call__(
+        self, graph: Graph, costs: Costs, budget: Budget, start: Plan | None = None
+    ) -> Plan:
+        """A plan that costs no more than `start`, where that is one that fits."""
         since = time.monotonic()
-        return _Search(self, self.restrict(graph), costs, budget, since).plan()
+        search = _Search(self, self.restrict(graph), costs, budget, since)
+        return search.plan(start)
 
     def restrict(self, graph: Graph) -> Graph:
         """`graph` with the planner's switches and pins as what its parts allow."""
@@ -183,8 +195,10 @@ class _Search:
             f"{show(self.bound)}, {self.seconds_left():.0f} s left"
         )
 
-    def plan(self) -> Plan:
+    def plan(self, start: Plan | None) -> Plan:
         self.consider(keep_everything(self.graph, self.costs))
+        if start is not None and self.best is None:
+            self.consider_repaired(judge(self.graph, self.costs, start.actions))
         try:
             with progress.line(self.__str__, self.planner.progress):
                 if not (self.is_optimal() or is_too_late(self.costs, self.budget)):
@@ -209,7 +223,7 @@ class _Search:
     def heuristics(self) -> None:
         """Evictions with each means alone and both, for an incumbent to start from."""
         for remat, paging in self.modes():
-            self.consider(
+            self.consider_repaired(
                 evict(
                     self.graph,
                     self.costs,
@@ -223,6 +237,8 @@ class _Search:
     def modes(self) -> list[tuple[bool, bool]]:
         """The (remat, paging) to try: both, and each alone."""
         remat, paging = self.planner.remat, self.planner.paging
+        if len(self.graph.nodes) > MANY_NODES:
+            return [(remat, paging)]
         return sorted({(remat, paging), (remat, False), (False, paging)})
 
     def solve(self) -> None:
@@ -253,9 +269,21 @@ class _Search:
         for bound, judged in self.rounds(self.budget):
             self.raise_bound(bound)
             if judged is not None:
-                self.consider(prefetch(self.graph, self.costs, judged, self.budget))
+                self.consider_repaired(judged)
             if self.is_optimal():
                 return
+
+    def consider_repaired(self, judged: Judged) -> None:
+        """`judged` with evictions until it fits, and then with what there is room
+        for."""
+        parts = self.graph, self.costs, self.budget
+        objective = self.planner.objective
+        states = evictions(*parts, judged, objective)
+        while (state := next(states, None)) and self.seconds_left() > 1.0:
+            judged = state
+        if fits(judged.usage, self.budget):
+            judged = refill(*parts, judged, objective)
+        self.consider(prefetch(self.graph, self.costs, judged, self.budget))
 
     def rounds(self, budget: Budget | None) -> Iterator[tuple[float, Judged | None]]:
         """(lower bound, plan or None) of `Cuts` with more and more cuts.
@@ -265,24 +293,32 @@ class _Search:
         graph, costs = self.graph, self.costs
         baseline = crests(graph, keep_everything(graph, costs))
         cuts = {baseline.index(max(baseline))}
-        reserve_bytes, failing, fitting = 0, 0, None
+        reserve_bytes, failing, fitting, horizon = 0, 0, None, None
         gap = ROUND_GAP
-        share = max(5.0, self.planner.time_limit_seconds / 5)
+        share = max(5.0, self.planner.time_limit_seconds / 6)
         self.statistics["rounds"] = 0
         while self.seconds_left() > 1.0:
-            program = Cuts(graph, costs, budget, self.planner, cuts, reserve_bytes)
+            program = Cuts(
+                graph, costs, budget, self.planner, cuts, reserve_bytes, horizon
+            )
+            size = program.statistics["binaries"]
+            if budget and len(cuts) > 1 and not horizon and size > LARGE:
+                horizon, reserve_bytes = HORIZON, budget.memory_bytes // 40
+                continue
             self.statistics |= program.statistics
             self.statistics["rounds"] += 1
             seconds = min(share, self.seconds_left())
             judged, bound = program.solve(seconds, gap, self.start())
-            yield 0.0 if reserve_bytes else bound, judged
+            yield 0.0 if reserve_bytes or horizon else bound, judged
             if judged is None:
                 return
             limit = round(bound) if budget is None else budget.memory_bytes
             over = judged.usage.peak_bytes - limit
             new = self.worst_stages(judged, limit) - cuts
-            if over > 0 and new:
+            if over > 0 and new and (not horizon or size < 1.3 * LARGE):
                 cuts |= new
+                if horizon and fitting is None:
+                    reserve_bytes += over // 2
                 continue
             if budget is None:
                 return
@@ -291,7 +327,7 @@ class _Search:
             else:  # what exceeds the budget lies between the cuts
                 failing = reserve_bytes
             if fitting is None:
-                reserve_bytes += max(over, reserve_bytes)
+                reserve_bytes += over + limit // 100
             elif fitting - failing > limit // 200:
                 reserve_bytes = (fitting + failing) // 2
             elif gap > self.planner.gap / 2:
@@ -319,7 +355,7 @@ class _Search:
             apart = all(abs(stage - other) > len(worst) // 40 for other in found)
             if over and apart:
                 found.append(stage)
-        return set(found[:2])
+        return set(found[: 2 + len(worst) // 300])
 
     def raise_bound(self, bound: float) -> None:
         self.bound = max(self.bound, bound)
@@ -356,9 +392,8 @@ class _Search:
                     break
                 if not program.tighten(judged):
                     break
-        exact = leanest.usage.peak_bytes <= least
         return budget_too_small(
-            graph, costs, self.budget, leanest, "MilpPlanner", exact=exact
+            graph, costs, self.budget, leanest, "MilpPlanner", least_bytes=least
         )
 
 

@@ -82,7 +82,7 @@ class PaperPlanner:
             solution = self.solve(graph, costs, budget)
             if solution is None:
                 raise budget_too_small(
-                    graph, costs, budget, judged, "PaperPlanner", exact=False
+                    graph, costs, budget, judged, "PaperPlanner", least_bytes=0
                 )
             judged = judge(graph, costs, _stages(graph, solution).actions(graph))
             judged = prefetch(graph, costs, judged, budget)

@@ -28,7 +28,7 @@ def sqrt(graph: Graph, costs: Costs, budget: Budget) -> Plan:
         if segments.usage.peak_bytes < judged.usage.peak_bytes:
             judged = segments
     if not fits(judged.usage, budget):
-        raise budget_too_small(graph, costs, budget, judged, "sqrt", exact=True)
+        raise budget_too_small(graph, costs, budget, judged, "sqrt")
     return judged.plan("sqrt", since, bound=keep_all_objective(costs, "energy"))
 
 

@@ -1,0 +1,108 @@
+"""Plans, and measured costs, in a folder: the second start of a job plans nothing."""
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import platform
+import types
+
+import jax
+import numpy as np
+
+from poet_jax.compile import compile_nodes
+from poet_jax.device import DeviceProfile, host
+from poet_jax.errors import PlanInvalid
+from poet_jax.graph import Graph
+from poet_jax.plan import Budget, Plan, Planner, plan_from_dict, plan_to_dict, save_json
+from poet_jax.price import Costs, costs_from_dict, costs_to_dict, price
+
+
+class PlanCache:
+    """A folder of JSON files, one per plan and one per graph that was measured.
+
+    A plan's file is named after a hash of graph, costs, budget and planner. Measured
+    costs differ a little from run to run, so they are kept, too, under a hash of graph
+    and machine: delete the folder to measure and plan afresh. A file that cannot be
+    read is written again. The folder is made if it does not exist.
+    """
+
+    def __init__(self, folder: str | os.PathLike):
+        self.folder = pathlib.Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def costs(self, graph: Graph, device: DeviceProfile | None) -> Costs:
+        """`price(graph, device)`, `host()` if None, or what that was on this machine
+        before."""
+        if device is not None and not device.measured:
+            return price(graph, device)
+        path = self.folder / f"costs-{_hash(graph.fingerprint, *_machine())}.json"
+        try:
+            costs = costs_from_dict(json.loads(path.read_text()))
+        except (OSError, ValueError, KeyError, TypeError):
+            costs = price(graph, device if device is not None else host())
+            save_json(path, costs_to_dict(costs))
+        for executable, nbytes in zip(
+            compile_nodes(graph), costs.workspace_bytes, strict=True
+        ):
+            executable.workspace_bytes = int(nbytes)  # what was seen, as after `price`
+        return costs
+
+    def plan(
+        self, planner: Planner, graph: Graph, costs: Costs, budget: Budget
+    ) -> Plan:
+        """`planner(graph, costs, budget)`, or what that was before."""
+        path = self.folder / f"plan-{plan_key(graph, costs, budget, planner)}.json"
+        try:
+            return plan_from_dict(graph, json.loads(path.read_text()))
+        except (OSError, ValueError, KeyError, TypeError, PlanInvalid):
+            plan = planner(graph, costs, budget)
+            save_json(path, plan_to_dict(graph, plan))
+            return plan
+
+
+def plan_key(graph: Graph, costs: Costs, budget: Budget, planner: Planner) -> str:
+    """A hash that is the same on every run and machine for equal inputs.
+
+    Names count where the planner has pins, which go by name. Raises ValueError for a
+    planner that is neither a function of a module nor a dataclass.
+    """
+    if isinstance(planner, types.FunctionType) and "<" not in planner.__qualname__:
+        name = f"{planner.__module__}.{planner.__qualname__}"
+    elif dataclasses.is_dataclass(planner) and not isinstance(planner, type):
+        name = repr(planner)
+    else:
+        raise ValueError(
+            f"A plan_cache was asked for with the planner {planner!r}, whose choices "
+            "cannot be told from its name. Plans are kept of functions defined in a "
+            "module and of dataclasses. Write the planner as a frozen dataclass, or "
+            "leave plan_cache out."
+        )
+    columns = [np.asarray(x, float).tobytes() for x in vars(costs).values()]
+    pins = any(
+        getattr(planner, pin, ()) for pin in ("keep", "never_page", "never_remat")
+    )
+    names = repr([value.name for value in graph.values]) if pins else ""
+    return _hash(graph.fingerprint, *columns, repr(budget), name, names)
+
+
+def _machine() -> tuple[str, ...]:
+    """What measured costs depend on."""
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = [x.split(":", 1)[1].strip() for x in file if "model name" in x]
+        model = lines[0] if lines else model
+    except OSError:
+        pass
+    devices = sorted({device.device_kind for device in jax.devices()})
+    return model, str(os.cpu_count()), platform.node(), jax.__version__, *devices
+
+
+def _hash(*parts: str | bytes) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()[:24]

@@ -1,0 +1,162 @@
+"""The front of memory against energy or time: what each budget costs at least."""
+
+import dataclasses
+import os
+from collections.abc import Iterable
+
+from poet_jax.errors import BudgetTooSmall
+from poet_jax.explain import new_figure
+from poet_jax.graph import Graph
+from poet_jax.plan import Budget, BudgetLike, Plan, Planner, parse_budget
+from poet_jax.planners.judge import judge, keep_everything
+from poet_jax.planners.milp import MilpPlanner
+from poet_jax.price import Costs
+from poet_jax.simulate import Usage
+from poet_jax.units import format_bytes, format_joules, format_seconds
+
+POINTS = 8  # budgets that are planned where none are given
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Point:
+    """A budget, its plan, and what that uses."""
+
+    budget: Budget
+    plan: Plan
+    usage: Usage
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Front:
+    """Plans for growing budgets, none of which costs more than the one before.
+
+    Attributes:
+      points: in order of memory; the first has the smallest budget that was found.
+      smallest_bytes: that budget.
+      least_bytes: proven: the smallest budget of all lies between this and
+        `smallest_bytes`, and is known exactly if they are equal.
+      baseline: what keep-all uses.
+    """
+
+    points: tuple[Point, ...]
+    smallest_bytes: int
+    least_bytes: int
+    baseline: Usage
+
+    def __str__(self) -> str:
+        rows = [("budget", "peak", "time", "energy", "over keep-all", "gap", "status")]
+        for point in self.points:
+            plan, usage = point.plan, point.usage
+            base = self.baseline
+            energy = usage.joules / base.joules - 1 if base.joules else 0.0
+            late = usage.seconds / base.seconds - 1 if base.seconds else 0.0
+            rows.append(
+                (
+                    format_bytes(point.budget.memory_bytes),
+                    format_bytes(usage.peak_bytes),
+                    format_seconds(usage.seconds),
+                    format_joules(usage.joules),
+                    f"{late:+.1%} s, {energy:+.1%} J",
+                    f"{plan.gap:.2%}",
+                    plan.status.name,
+                )
+            )
+        smallest = f"{format_bytes(self.smallest_bytes)}, proven"
+        if self.least_bytes < self.smallest_bytes:
+            smallest = (
+                f"between {format_bytes(self.least_bytes)} (proven) and "
+                f"{format_bytes(self.smallest_bytes)} (found)"
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  " + "  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True))
+            for row in rows
+        ]
+        return "\n".join(
+            [
+                f"keep-all: {self.baseline}",
+                *lines,
+                f"  smallest budget: {smallest}",
+            ]
+        )
+
+    def plot(self, path: str | os.PathLike) -> None:
+        """Draw energy and time over keep-all's against memory, to `path`.
+
+        The file's type follows its name (.png, .svg, .pdf). Needs matplotlib, which
+        `pip install "poet_jax[plot]"` brings; raises ImportError without it.
+        """
+        figure = new_figure(figsize=(6, 4))
+        axes = figure.subplots()
+        base = self.baseline
+        memory = [100 * p.usage.peak_bytes / base.peak_bytes for p in self.points]
+        for label, ratios, style in (
+            ("energy (modelled)", [p.usage.joules / base.joules for p in self.points],
+             "o-"),
+            ("time (modelled)", [p.usage.seconds / base.seconds for p in self.points],
+             "s--"),
+            ("bound on the objective",
+             [p.plan.bound / p.plan.objective * p.usage.joules / base.joules
+              for p in self.points], ":"),
+        ):  # fmt: skip
+            axes.plot(memory, [100 * (x - 1) for x in ratios], style, label=label)
+        axes.axvline(
+            100 * self.least_bytes / base.peak_bytes, color="black", linewidth=0.8
+        )
+        axes.set_xlabel("memory (% of keep-all)")
+        axes.set_ylabel("extra over keep-all (%)")
+        axes.legend(frameon=False)
+        figure.savefig(path, dpi=150)
+
+
+def pareto(
+    graph: Graph,
+    costs: Costs,
+    budgets: Iterable[BudgetLike] | None = None,
+    planner: Planner | None = None,
+) -> Front:
+    """Plan `graph` for several budgets, from the smallest that works upwards.
+
+    Args:
+      graph, costs: what is planned.
+      budgets: as anywhere; those below the smallest that works are left out. By default
+        eight from that up to keep-all's.
+      planner: `MilpPlanner()` by default, which starts each point from the last one.
+
+    A point costs no more than one with less memory, and its bound is no lower than that
+    of one with more. Raises ValueError for a budget that cannot be read.
+    """
+    planner = planner if planner is not None else MilpPlanner()
+    baseline = keep_everything(graph, costs).usage
+    chosen = [parse_budget(budget, baseline.peak_bytes) for budget in budgets or ()]
+    smallest_bytes = least_bytes = baseline.peak_bytes
+    try:
+        planner(graph, costs, Budget(1))
+    except BudgetTooSmall as error:
+        smallest_bytes, least_bytes = error.smallest_bytes, error.least_bytes
+    if budgets is None:
+        step = (baseline.peak_bytes - smallest_bytes) / (POINTS - 1)
+        chosen = [Budget(smallest_bytes + round(i * step)) for i in range(1, POINTS)]
+    chosen = [budget for budget in chosen if budget.memory_bytes > smallest_bytes]
+    chosen = sorted(
+        [Budget(smallest_bytes), *chosen], key=lambda budget: budget.memory_bytes
+    )
+    plans: list[Plan] = []
+    for budget in chosen:
+        last = plans[-1] if plans else None
+        if isinstance(planner, MilpPlanner):
+            plan = planner(graph, costs, budget, last)
+        else:
+            plan = planner(graph, costs, budget)
+            if last is not None and last.objective < plan.objective:
+                plan = last
+        plans.append(plan)
+    bound = 0.0
+    for number, plan in reversed(list(enumerate(plans))):
+        bound = max(bound, plan.bound)
+        plans[number] = dataclasses.replace(plan, bound=min(bound, plan.objective))
+    points = [
+        Point(budget, plan, judge(graph, costs, plan.actions).usage)
+        for budget, plan in zip(chosen, plans, strict=True)
+    ]
+    return Front(tuple(points), smallest_bytes, least_bytes, baseline)

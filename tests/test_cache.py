@@ -1,0 +1,124 @@
+"""Plans in a folder: the second start of a job plans and measures nothing."""
+
+import dataclasses
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from toy import W, X, gradient
+
+import poet_jax
+from poet_jax.cache import PlanCache, plan_key
+
+BUDGET = "80%"
+
+
+@dataclasses.dataclass(frozen=True)
+class Counting:
+    """greedy, which notes its calls."""
+
+    margin: int = 0
+    calls = []
+
+    def __call__(self, graph, costs, budget):
+        self.calls.append(budget)
+        return poet_jax.greedy(graph, costs, budget)
+
+
+def run(folder, planner, budget=BUDGET, device=poet_jax.devices.RASPBERRY_PI_4):
+    """A new start: the same function, scheduled afresh."""
+    scheduled = poet_jax.schedule(
+        gradient, budget, planner=planner, device=device, plan_cache=folder
+    )
+    np.testing.assert_allclose(scheduled(W, X), gradient(W, X), rtol=1e-4, atol=1e-8)
+    return scheduled.plan(W, X)
+
+
+def test_the_second_start_plans_nothing_and_any_change_plans_again(tmp_path):
+    Counting.calls.clear()
+    folder = tmp_path / "plans" / "of_this_job"  # is made
+    first = run(folder, Counting())
+    again = run(folder, Counting())
+    assert len(Counting.calls) == 1
+    assert again.plan == first.plan
+    run(folder, Counting(margin=1))
+    run(folder, Counting(), budget="90%")
+    run(folder, Counting(), device=poet_jax.devices.JETSON_TX2)
+    assert len(Counting.calls) == 4
+
+
+def test_a_measured_device_is_measured_once(tmp_path):
+    Counting.calls.clear()
+    first = run(tmp_path, Counting(), device=None)
+    again = run(tmp_path, Counting(), device=None)
+    assert len(Counting.calls) == 1
+    assert (again.costs.seconds == first.costs.seconds).all()
+
+
+def test_a_file_that_is_damaged_is_written_again(tmp_path):
+    Counting.calls.clear()
+    run(tmp_path, Counting())
+    (path,) = tmp_path.glob("plan-*.json")
+    path.write_text(path.read_text()[:100])
+    run(tmp_path, Counting())
+    run(tmp_path, Counting())
+    assert len(Counting.calls) == 2
+
+
+def test_a_planner_that_cannot_be_told_from_others_is_refused(tmp_path):
+    for planner in (lambda *inputs: poet_jax.greedy(*inputs), Counting):
+        with pytest.raises(ValueError, match="plan_cache"):
+            run(tmp_path, planner)
+
+
+KEY = """
+import sys
+sys.path.insert(0, "tests")
+import poet_jax
+from poet_jax.cache import plan_key
+from toy import W, X, gradient
+schedule = poet_jax.schedule(
+    gradient, "80%", planner=poet_jax.greedy, device=poet_jax.devices.JETSON_TX2
+).plan(W, X)
+print(plan_key(
+    schedule.graph, schedule.costs, schedule.budget, poet_jax.MilpPlanner()
+))
+"""
+
+
+def test_the_key_is_the_same_in_every_process():
+    keys = [
+        subprocess.run(
+            [sys.executable, "-c", KEY],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={"PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu", "PATH": "/usr/bin"},
+        ).stdout
+        for seed in ("1", "2")
+    ]
+    assert keys[0] == keys[1] != ""
+
+
+def test_how_loud_the_planner_is_does_not_matter_and_its_pins_do():
+    schedule = poet_jax.schedule(
+        gradient, BUDGET, planner=poet_jax.greedy, device=poet_jax.devices.JETSON_TX2
+    ).plan(W, X)
+
+    def key(**options):
+        planner = poet_jax.MilpPlanner(**options)
+        return plan_key(schedule.graph, schedule.costs, schedule.budget, planner)
+
+    assert key(progress=False) == key()
+    assert len({key(), key(keep="dot*"), key(never_page="dot*"), key(gap=0.1)}) == 4
+
+
+def test_a_cache_is_a_folder_that_can_be_used_by_itself(tmp_path):
+    cache = PlanCache(tmp_path)
+    schedule = poet_jax.schedule(
+        gradient, BUDGET, planner=poet_jax.greedy, device=poet_jax.devices.JETSON_TX2
+    ).plan(W, X)
+    inputs = schedule.graph, schedule.costs, schedule.budget
+    assert cache.plan(poet_jax.greedy, *inputs) == cache.plan(poet_jax.greedy, *inputs)
+    assert len(list(tmp_path.iterdir())) == 1

@@ -1,0 +1,51 @@
+"""The front of memory against cost: monotone, within its budgets, with a true bound."""
+
+import pytest
+from hypothesis import given, settings
+from strategies import brute_force, graphs
+from toy import OPTIONS, W, X, gradient
+
+import poet_jax
+
+
+@pytest.mark.parametrize(
+    "planner", [poet_jax.MilpPlanner(time_limit_seconds=5), poet_jax.greedy]
+)
+@settings(max_examples=15)
+@given(case=graphs(max_nodes=7, static_watts=(0.0,)))
+def test_more_memory_never_costs_more_and_the_ends_are_known(planner, case):
+    graph, costs = case
+    front = poet_jax.pareto(graph, costs, planner=planner)
+    for point in front.points:
+        assert point.usage.peak_bytes <= point.budget.memory_bytes
+        assert point.plan.bound <= point.plan.objective
+        assert point.usage.joules == pytest.approx(point.plan.objective, rel=1e-9)
+    objectives = [point.plan.objective for point in front.points]
+    assert objectives == sorted(objectives, reverse=True)
+    budgets = [point.budget.memory_bytes for point in front.points]
+    assert budgets == sorted(budgets) and budgets[0] == front.smallest_bytes
+    assert front.least_bytes <= front.smallest_bytes
+    assert objectives[-1] == pytest.approx(front.baseline.joules)
+
+
+@settings(max_examples=15)
+@given(case=graphs(max_nodes=5, static_watts=(0.0,)))
+def test_every_bound_of_a_front_is_below_what_brute_force_finds(case):
+    graph, costs = case
+    front = poet_jax.pareto(graph, costs, ["60%", "80%"])
+    for point in front.points:
+        least = brute_force(graph, costs, point.budget.memory_bytes)
+        assert least is not None and point.plan.bound <= least * (1 + 1e-6)
+    if 1 < front.least_bytes:
+        assert brute_force(graph, costs, front.least_bytes - 1) is None
+
+
+def test_a_function_has_a_front_that_prints_and_plots(tmp_path):
+    scheduled = poet_jax.schedule(gradient, "1GiB", **OPTIONS)
+    front = scheduled.pareto(W, X, budgets=["1B", "70%", "100%"])
+    assert len(front.points) == 3  # "1B" is below the smallest, which comes first
+    text = str(front)
+    assert "keep-all" in text and "smallest budget" in text
+    assert text.count("OPTIMAL") + text.count("FEASIBLE") + text.count("HEUR") >= 3
+    front.plot(tmp_path / "front.png")
+    assert (tmp_path / "front.png").stat().st_size > 10_000
