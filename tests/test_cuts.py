@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import brute_force, budgeted_graphs, graphs, peak_bytes
+from strategies import attempt, brute_force, budgeted_graphs, graphs, peak_bytes
 
 import poet_jax
 from poet_jax.planners.cuts import Cuts, crests
@@ -42,6 +42,28 @@ def test_no_plan_costs_less_than_the_bound_wherever_the_cuts_are(
     # `judge` has lowered and simulated it, so it is a plan; it keeps what was asked.
     assert remat or judged.program.recomputed == 0
     assert paging or judged.usage.bytes_paged_in == 0
+
+
+@settings(max_examples=60)
+@given(
+    case=budgeted_graphs(min_nodes=6, max_nodes=10, static_watts=(0.0,)),
+    cuts=st.sets(st.integers(0, 9), min_size=2, max_size=4),
+    remat=st.booleans(),
+)
+def test_what_the_exact_program_finds_is_no_cheaper_and_possible_here(
+    case, cuts, remat
+):
+    graph, costs, budget = case
+    planner = poet_jax.MilpPlanner("HIGHS", remat=remat)
+    plan = attempt(planner, graph, costs, budget)
+    if not isinstance(plan, poet_jax.Plan) or plan.status != poet_jax.Status.OPTIMAL:
+        return
+    cuts = {cut for cut in cuts if cut < len(graph.nodes)} or {0}
+    allowed = planner.restrict(graph)
+    program = Cuts(allowed, costs, poet_jax.Budget(budget), planner, cuts)
+    judged, bound = program.solve(20.0, 1e-9, None)
+    assert judged is not None
+    assert bound <= plan.objective * (1 + 1e-6)
 
 
 @by_solver

@@ -121,6 +121,9 @@ class Cuts:
             wanted = needed if self.horizon is not None else later | needed
             nodes = self.ancestors(wanted)
             touched = set(needed)
+            if segment:  # what the node of the cut needs may go right after it
+                cut = graph.nodes[self.nodes[segment - 1]]
+                touched.update(later & {*cut.reads, *cut.writes})
             for node in nodes:
                 self.r[node, segment] = model.add_var(binary=True)
                 both = (*graph.nodes[node].reads, *graph.nodes[node].writes)

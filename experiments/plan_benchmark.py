@@ -1,0 +1,372 @@
+"""How good plans are, and how long they take: every planner, from tight to loose.
+
+    python -m experiments.plan_benchmark --time_limit=20
+    python -m experiments.plan_benchmark --plot
+
+The first command plans each graph at shares of keep-all's peak (75 to 15 %) and at 1.05
+times the smallest memory that works, with each planner, and appends a row per plan to
+experiments/results/plan_benchmark/plans.csv. Rows that are there already are not
+planned again, so it may be stopped and started at will; all of it takes hours on two
+cores. --graphs, --planners and --kinds choose a part. The second command draws
+plans.png from the rows.
+
+Graphs are traced on shapes: forward and backward ("gradient"), or the whole step with
+AdamW and donated state ("step"). They are priced at 60 GFLOP/s and 8 GB/s, storage at
+0.5 GB/s in and 0.3 GB/s out, and a watt while either works: joules are modelled, and
+equal seconds. --instances names a folder of planner instances to add.
+"""
+
+import csv
+import dataclasses
+import pathlib
+import resource
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags, logging
+from flax import nnx
+
+import poet_jax
+from experiments.models import load_for_model, loss_fn, make_model
+from poet_jax.errors import BudgetTooSmall
+from poet_jax.planners.judge import keep_everything
+
+PLANNERS = (
+    "greedy", "sqrt", "paging_only", "milp", "milp_remat", "milp_highs", "paper"
+)  # fmt: skip
+TIME_LIMIT = flags.DEFINE_float("time_limit", 60.0, "Seconds for each MILP.")
+GRAPHS = flags.DEFINE_list("graphs", None, "Names of graphs; all by default.")
+CHOSEN = flags.DEFINE_list("planners", list(PLANNERS), "Names of planners.")
+KINDS = flags.DEFINE_list("kinds", ["gradient", "step"], "What to trace of a model.")
+SHARES = flags.DEFINE_list(
+    "shares", ["75", "50", "35", "25", "15", "min"], "Percentages of keep-all's peak."
+)
+INSTANCES = flags.DEFINE_string("instances", None, "A folder of planner instances.")
+OUTPUT = flags.DEFINE_string(
+    "output", "experiments/results/plan_benchmark", "Folder for CSV and figure."
+)
+PLOT = flags.DEFINE_bool("plot", False, "Only draw the figure of the rows there are.")
+
+# Name of the graph: model, examples in a batch, dataset.
+MODELS = {
+    "resnet18": ("resnet18", 32, "photos"),
+    "bert2": ("bert:layers=2,length=128", 8, "text"),
+    "bert6": ("bert:layers=6,length=128", 8, "text"),
+    "bert12": ("bert:layers=12,length=128", 8, "text"),
+    "gpt12": ("gpt:layers=12,length=256", 8, "text"),
+    "gpt24": ("gpt:layers=24,length=256", 8, "text"),
+    "vgg16": ("vgg16", 32, "photos"),
+    "resnet50": ("resnet50", 32, "photos"),
+}
+DEVICE = poet_jax.DeviceProfile(
+    name="60 GFLOP/s, 8 GB/s",
+    ram_bytes=2**34,
+    flops_per_second=60e9,
+    flops_per_joule=60e9,
+    bytes_per_second=8e9,
+    page_in_bytes_per_second=0.5e9,
+    page_out_bytes_per_second=0.3e9,
+    paging_watts=1.0,
+)
+PAPER_NODES = 60  # more are out of reach of the published formulation
+COLUMNS = (
+    "graph", "kind", "nodes", "keep_all_bytes", "share", "memory_bytes", "planner",
+    "time_limit", "status", "over_keep_all", "gap", "seconds", "binaries", "rss_bytes",
+)  # fmt: skip
+
+
+def model_graph(name: str, kind: str) -> poet_jax.Graph:
+    """The graph of a step of a Flax model, traced on shapes."""
+    model_name, batch_size, dataset_name = MODELS[name]
+    dataset = load_for_model(model_name, dataset_name)
+    batch = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.asarray(x).dtype),
+        next(iter(dataset.batches(batch_size, 0, 1))),
+    )
+    model = nnx.eval_shape(
+        lambda: make_model(model_name, "nnx", dataset_spec=dataset.spec, seed=0)
+    )
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, rest, batch):
+        model = nnx.merge(graphdef, params, rest, copy=True)
+        value = loss_fn(model, batch)
+        return value, nnx.split(model, nnx.Param, ...)[2]
+
+    return training_graph(loss, kind, params, rest, batch)
+
+
+def training_graph(loss, kind: str, params, rest, batch) -> poet_jax.Graph:
+    """The graph of `loss(params, rest, batch) -> (loss, rest)` and what follows."""
+    optimizer = optax.adamw(1e-3)
+
+    def gradient(params, rest, batch):
+        return jax.value_and_grad(loss, has_aux=True)(params, rest, batch)
+
+    def step(params, rest, moments, batch):
+        (value, rest), gradients = gradient(params, rest, batch)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return value, optax.apply_updates(params, updates), rest, moments
+
+    if kind == "gradient":
+        traced = poet_jax.trace(jax.jit(gradient), params, rest, batch)
+    else:
+        moments = jax.eval_shape(optimizer.init, params)
+        jitted = jax.jit(step, donate_argnums=(0, 1, 2))
+        traced = poet_jax.trace(jitted, params, rest, moments, batch)
+    return poet_jax.order(poet_jax.coarsen(traced))
+
+
+def convolution(x, kernel):
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+def unet_graph(kind: str) -> poet_jax.Graph:
+    """A U-Net (Ronneberger et al. 2015) of four levels on 16 images of 64x64x3."""
+    widths = (32, 64, 128, 256)
+    shapes, before = {}, 3
+    for level, width in enumerate(widths):
+        shapes[f"down{level}"] = [(3, 3, before, width), (3, 3, width, width)]
+        before = width
+    for level, width in reversed(list(enumerate(widths[:-1]))):
+        shapes[f"up{level}"] = [(3, 3, before + width, width), (3, 3, width, width)]
+        before = width
+    shapes["head"] = [(1, 1, before, 1)]
+
+    def loss(params, rest, batch):
+        x, skips = batch, []
+        for level in range(len(widths)):
+            if level:
+                x = -jax.lax.reduce_window(
+                    -x, jnp.inf, jax.lax.min, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
+                )
+            for kernel in params[f"down{level}"]:
+                x = jax.nn.relu(convolution(x, kernel))
+            skips.append(x)
+        for level in reversed(range(len(widths) - 1)):
+            x = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)
+            x = jnp.concatenate([x, skips[level]], -1)
+            for kernel in params[f"up{level}"]:
+                x = jax.nn.relu(convolution(x, kernel))
+        return jnp.mean(convolution(x, params["head"][0]) ** 2), rest
+
+    params = {
+        name: [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in kernels]
+        for name, kernels in shapes.items()
+    }
+    batch = jax.ShapeDtypeStruct((16, 64, 64, 3), jnp.float32)
+    return training_graph(loss, kind, params, (), batch)
+
+
+def skips_graph(kind: str) -> poet_jax.Graph:
+    """Thirty-two layers, each of which also reads what half as many layers made."""
+    layers, width = 32, 512
+
+    def loss(params, rest, batch):
+        made = [batch]
+        for number, kernel in enumerate(params):
+            made.append(jnp.tanh(made[-1] @ kernel) + made[(number + 1) // 2])
+        return jnp.mean(made[-1] ** 2), rest
+
+    params = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers
+    batch = jax.ShapeDtypeStruct((4096, width), jnp.float32)
+    return training_graph(loss, kind, params, (), batch)
+
+
+def instance_paths() -> dict[str, pathlib.Path]:
+    if INSTANCES.value is None:
+        return {}
+    return {
+        path.stem: path for path in sorted(pathlib.Path(INSTANCES.value).glob("*.json"))
+    }
+
+
+def load(name: str, kind: str) -> tuple[poet_jax.Graph, poet_jax.Costs]:
+    """The graph and its costs; prints how long that takes."""
+    start = time.monotonic()
+    if kind == "instance":
+        return poet_jax.load_instance(instance_paths()[name])
+    makers = {"unet": unet_graph, "skips": skips_graph}
+    graph = makers[name](kind) if name in makers else model_graph(name, kind)
+    costs = poet_jax.price(graph, DEVICE)
+    costs = dataclasses.replace(costs, joules=costs.seconds)  # a watt throughout
+    seconds = time.monotonic() - start
+    logging.info("%s %s: %d nodes in %.0f s", name, kind, len(graph.nodes), seconds)
+    return graph, costs
+
+
+def planner_called(name: str) -> poet_jax.plan.Planner:
+    limit = TIME_LIMIT.value
+    return {
+        "greedy": poet_jax.greedy,
+        "sqrt": poet_jax.sqrt,
+        "paging_only": poet_jax.paging_only,
+        "paper": poet_jax.PaperPlanner(time_limit_seconds=limit),
+        "milp": poet_jax.MilpPlanner(time_limit_seconds=limit),
+        "milp_remat": poet_jax.MilpPlanner(time_limit_seconds=limit, paging=False),
+        "milp_highs": poet_jax.MilpPlanner("HIGHS", time_limit_seconds=limit),
+    }[name]
+
+
+def measure(graph, costs, budget, name) -> dict[str, object]:
+    """The row of one plan."""
+    start = time.monotonic()
+    row = {"status": "NONE", "over_keep_all": "", "gap": "", "binaries": ""}
+    try:
+        plan = planner_called(name)(graph, costs, budget)
+        usage = poet_jax.simulate(poet_jax.lower(graph, plan), costs)
+        keep_all = keep_everything(graph, costs).usage.joules
+        row |= {
+            "status": plan.status.name
+            if usage.peak_bytes <= budget.memory_bytes
+            else "REFUTED",  # by the simulator
+            "over_keep_all": f"{plan.objective / keep_all - 1:.6f}",
+            "gap": f"{plan.gap:.6f}",
+            "binaries": plan.statistics.get("binaries", 0),
+        }
+    except BudgetTooSmall as error:
+        row["status"] = "IMPOSSIBLE" if error.exact else "NONE"
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    used = max(used, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+    seconds = time.monotonic() - start
+    return row | {"seconds": f"{seconds:.2f}", "rss_bytes": used * 1024}
+
+
+def run(path: pathlib.Path) -> None:
+    rows = read(path)
+    done = {(r["graph"], r["kind"], r["share"], r["planner"]) for r in rows}
+    names = [
+        (name, kind) for name in (*MODELS, "unet", "skips") for kind in KINDS.value
+    ]
+    names += [(name, "instance") for name in instance_paths()]
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if not rows:
+            writer.writeheader()
+        for name, kind in names:
+            todo = [
+                (share, planner)
+                for share in SHARES.value
+                for planner in CHOSEN.value
+                if (name, kind, share, planner) not in done
+            ]
+            if not todo or (GRAPHS.value and name not in GRAPHS.value):
+                continue
+            graph, costs = load(name, kind)
+            keep_all_bytes = keep_everything(graph, costs).usage.peak_bytes
+            smallest = None
+            for share, planner in todo:
+                if planner == "paper" and len(graph.nodes) > PAPER_NODES:
+                    continue
+                if share == "min":
+                    smallest = smallest or smallest_bytes(graph, costs)
+                    memory_bytes = int(1.05 * smallest)
+                else:
+                    memory_bytes = int(keep_all_bytes * float(share) / 100)
+                budget = poet_jax.Budget(memory_bytes)
+                row = measure(graph, costs, budget, planner) | {
+                    "graph": name,
+                    "kind": kind,
+                    "nodes": len(graph.nodes),
+                    "keep_all_bytes": keep_all_bytes,
+                    "share": share,
+                    "memory_bytes": memory_bytes,
+                    "planner": planner,
+                    "time_limit": TIME_LIMIT.value,
+                }
+                logging.info("%s", {k: row[k] for k in COLUMNS if k in row})
+                writer.writerow(row)
+                file.flush()
+
+
+def smallest_bytes(graph, costs) -> int:
+    """The smallest memory for which the MILP finds a plan."""
+    try:
+        planner_called("milp")(graph, costs, poet_jax.Budget(1))
+    except BudgetTooSmall as error:
+        return error.smallest_bytes
+    return 1
+
+
+def read(path: pathlib.Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
+    """A panel per graph: what each planner costs over keep-all, against memory."""
+    from matplotlib.figure import Figure
+
+    panels = list(dict.fromkeys((row["graph"], row["kind"]) for row in rows))
+    columns = 4
+    lines = -(-len(panels) // columns)
+    figure = Figure(figsize=(12, 2.6 * lines + 0.6), layout="constrained")
+    axes = figure.subplots(lines, columns, squeeze=False)
+    # Okabe and Ito's colours, which are told apart without red or green.
+    styles = {
+        "greedy": ("#E69F00", "v"), "sqrt": ("#999999", "s"),
+        "paging_only": ("#56B4E9", "^"), "milp": ("#000000", "o"),
+        "milp_remat": ("#D55E00", "x"), "milp_highs": ("#009E73", "+"),
+        "paper": ("#CC79A7", "d"),
+    }  # fmt: skip
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        here = [row for row in rows if (row["graph"], row["kind"]) == panel]
+        for planner, (colour, marker) in styles.items():
+            points = sorted(
+                (
+                    100 * float(row["memory_bytes"]) / float(row["keep_all_bytes"]),
+                    100 * float(row["over_keep_all"]),
+                    100 * float(row["over_keep_all"])
+                    - 100 * float(row["gap"]) * (1 + float(row["over_keep_all"])),
+                )
+                for row in here
+                if row["planner"] == planner
+                and row["over_keep_all"]
+                and row["status"] != "REFUTED"
+            )
+            if not points:
+                continue
+            memory, extra, bound = np.array(points).T
+            axis.plot(memory, np.maximum(extra, 0.01), marker=marker, color=colour,
+                      label=planner, markersize=4, linewidth=0.9)  # fmt: skip
+            if planner == "milp":
+                axis.fill_between(memory, np.maximum(bound, 0.01),
+                                  np.maximum(extra, 0.01), color="#BBBBBB",
+                                  label="milp to its bound", linewidth=0)  # fmt: skip
+        axis.set_yscale("log")
+        axis.set_ylim(0.01, 1000)
+        axis.set_title(f"{panel[0]} {panel[1]}, {here[0]['nodes']} nodes", fontsize=9)
+        axis.tick_params(labelsize=7)
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.axis("off")
+    figure.supxlabel("memory budget (% of keep-all's peak)", fontsize=9)
+    figure.supylabel("extra over keep-all (%, modelled)", fontsize=9)
+    handles = {}
+    for axis in axes.flat:
+        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside upper center", ncols=8,
+        fontsize=8, frameon=False,
+    )  # fmt: skip
+    figure.savefig(path, dpi=130)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    folder = pathlib.Path(OUTPUT.value)
+    folder.mkdir(parents=True, exist_ok=True)
+    if not PLOT.value:
+        run(folder / "plans.csv")
+    plot(read(folder / "plans.csv"), folder / "plans.png")
+
+
+if __name__ == "__main__":
+    app.run(main)
