@@ -107,6 +107,22 @@ def test_the_known_optima_are_reproduced(name, memory_bytes, paging, joules):
     check(graph, costs, budget, solution)
 
 
+@pytest.mark.parametrize(
+    ("name", "memory_bytes", "paging", "joules"),
+    optima()
+    or [pytest.param("", 0, True, 0.0, marks=pytest.mark.skip("no instances"))],
+)
+def test_the_sparse_formulation_proves_the_known_optima(
+    name, memory_bytes, paging, joules
+):
+    """On these its rules for memory and stages make no difference."""
+    graph, costs = load(name)
+    budget = poet_jax.Budget(memory_bytes, seconds=4 * costs.seconds.sum())
+    plan = poet_jax.MilpPlanner(paging=paging)(graph, costs, budget)
+    assert plan.status is poet_jax.Status.OPTIMAL
+    assert plan.objective == pytest.approx(joules, rel=1e-5)
+
+
 def test_every_row_of_the_table_was_read():
     if not INSTANCES.is_dir():
         pytest.skip("no instances")

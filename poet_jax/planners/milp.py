@@ -51,8 +51,9 @@ EXACT_NODES = 32
 LARGE = 6000
 HORIZON = 40
 
-# Beyond so many nodes the heuristics try all means together only.
-MANY_NODES = 500
+# Beyond so many nodes heuristics take longer than `Cuts`, and are asked only if that
+# finds no plan, and for all means together.
+MANY_NODES = 300
 
 # Relative gap at which the solver leaves a round of `Cuts`.
 ROUND_GAP = 3e-4
@@ -202,9 +203,7 @@ class _Search:
         try:
             with progress.line(self.__str__, self.planner.progress):
                 if not (self.is_optimal() or is_too_late(self.costs, self.budget)):
-                    self.heuristics()
-                    if not self.is_optimal():
-                        self.solve()
+                    self.search()
         except KeyboardInterrupt:
             if self.best is None:
                 raise
@@ -219,6 +218,16 @@ class _Search:
             status=Status.OPTIMAL if self.is_optimal() else Status.FEASIBLE,
             statistics=self.statistics,
         )
+
+    def search(self) -> None:
+        """Heuristics, then programs; the other way round for many nodes."""
+        many = len(self.graph.nodes) > MANY_NODES
+        if not many:
+            self.heuristics()
+        if not self.is_optimal():
+            self.solve()
+        if many and self.best is None:
+            self.heuristics()
 
     def heuristics(self) -> None:
         """Evictions with each means alone and both, for an incumbent to start from."""
