@@ -61,6 +61,9 @@ OBJECTIVE = flags.DEFINE_enum(
 TIME_LIMIT = flags.DEFINE_float(
     "time_limit", 60.0, "Seconds that the milp and paper planners may take."
 )
+PLAN_CACHE = flags.DEFINE_string(
+    "plan_cache", None, "Folder that keeps plans, so that a later start plans nothing."
+)
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Examples per step.", lower_bound=1)
 STEPS = flags.DEFINE_integer("steps", 100, "Steps to train for.", lower_bound=1)
 LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-3, "Learning rate of AdamW.")
@@ -146,6 +149,7 @@ def train() -> list[dict]:
         planner=make_planner(
             PLANNER.value, SOLVER.value, OBJECTIVE.value, TIME_LIMIT.value
         ),
+        plan_cache=PLAN_CACHE.value,
     )
     output = pathlib.Path(OUTPUT.value)
     output.mkdir(parents=True, exist_ok=True)

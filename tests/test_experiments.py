@@ -1,5 +1,6 @@
 """The experiments' models, data and training program."""
 
+import csv
 import json
 import math
 import pickle
@@ -309,3 +310,15 @@ def test_fidelity_holds_on_a_small_model(tmp_path):
     for planner in ("greedy", "paging_only"):
         assert result[planner]["gradient_relative_norm"] <= 1e-5
         assert result[planner]["largest_loss_difference"] <= 1e-4
+
+
+def test_the_planning_benchmark_goes_on_where_it_stopped(tmp_path):
+    flags = ("--graphs=skips", "--kinds=gradient", "--shares=75", "--time_limit=2")
+    path = tmp_path / "plans.csv"
+    run_module("plan_benchmark", tmp_path, *flags, "--planners=greedy")
+    (greedy,) = csv.DictReader(path.read_text().splitlines())
+    run_module("plan_benchmark", tmp_path, *flags, "--planners=greedy,milp")
+    again, milp = csv.DictReader(path.read_text().splitlines())
+    assert again == greedy
+    assert float(milp["over_keep_all"]) <= float(greedy["over_keep_all"])
+    assert (tmp_path / "plans.png").read_bytes().startswith(b"\x89PNG")

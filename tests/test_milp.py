@@ -172,6 +172,7 @@ def test_a_crash_of_the_solver_leaves_the_best_heuristic(dies, monkeypatch, capl
         monkeypatch.setattr(solver, "GRACE_SECONDS", -1e9)
     plan = poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(40))
     assert "CBC gave no answer" in caplog.text
+    assert "the best heuristic's is used" in caplog.text
     assert plan.status is poet_jax.Status.FEASIBLE
     usage = poet_jax.simulate(poet_jax.lower(graph, plan), costs)
     assert usage.peak_bytes <= 40

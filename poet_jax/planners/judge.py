@@ -111,9 +111,8 @@ def prefetch(graph: Graph, costs: Costs, judged: Judged, budget: Budget) -> Judg
             live[between] += nbytes
     actions = [x for x in instructions if not isinstance(x, Free)]
     moved = judge(graph, costs, actions)
-    if moved.usage.seconds > judged.usage.seconds or not fits(moved.usage, budget):
-        return judged
-    return moved
+    later = moved.usage.seconds > judged.usage.seconds
+    return judged if later or moved.usage.peak_bytes > budget.memory_bytes else moved
 
 
 def budget_too_small(

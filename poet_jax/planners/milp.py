@@ -162,6 +162,7 @@ class _Search:
         self.budget, self.since = budget, since
         self.bound = keep_all_objective(costs, planner.objective)
         self.best: Judged | None = None
+        self.solver_found = False  # a plan, however good
         self.statistics: dict[str, int] = {}
 
     def seconds_left(self) -> float:
@@ -226,8 +227,11 @@ class _Search:
             self.heuristics()
         if not self.is_optimal():
             self.solve()
-        if many and self.best is None:
-            self.heuristics()
+            if many and self.best is None:
+                self.heuristics()
+            if self.best is not None and not self.solver_found:
+                solver = self.planner.solver
+                logger.warning("%s found no plan; the best heuristic's is used", solver)
 
     def heuristics(self) -> None:
         """Evictions with each means alone and both, for an incumbent to start from."""
@@ -267,6 +271,7 @@ class _Search:
                 self.raise_bound(bound)
             if stages is None:
                 return
+            self.solver_found = True
             judged = judge(self.graph, self.costs, stages.actions(self.graph))
             self.consider(prefetch(self.graph, self.costs, judged, self.budget))
             done = self.is_optimal() or self.seconds_left() <= 1.0
@@ -278,6 +283,7 @@ class _Search:
         for bound, judged in self.rounds(self.budget):
             self.raise_bound(bound)
             if judged is not None:
+                self.solver_found = True
                 self.consider_repaired(judged)
             if self.is_optimal():
                 return
@@ -303,12 +309,14 @@ class _Search:
         baseline = crests(graph, keep_everything(graph, costs))
         cuts = {baseline.index(max(baseline))}
         reserve_bytes, failing, fitting, horizon = 0, 0, None, None
+        deadline = (budget and budget.seconds) or 0.0
+        asked = budget  # with an earlier deadline once plans wait for storage
         gap = ROUND_GAP
         share = max(5.0, self.planner.time_limit_seconds / 6)
         self.statistics["rounds"] = 0
         while self.seconds_left() > 1.0:
             program = Cuts(
-                graph, costs, budget, self.planner, cuts, reserve_bytes, horizon
+                graph, costs, asked, self.planner, cuts, reserve_bytes, horizon
             )
             size = program.statistics["binaries"]
             if budget and len(cuts) > 1 and not horizon and size > LARGE:
@@ -318,7 +326,8 @@ class _Search:
             self.statistics["rounds"] += 1
             seconds = min(share, self.seconds_left())
             judged, bound = program.solve(seconds, gap, self.start())
-            yield 0.0 if reserve_bytes or horizon else bound, judged
+            is_bound = not (reserve_bytes or horizon or asked is not budget)
+            yield bound if is_bound else 0.0, judged
             if judged is None:
                 return
             limit = round(bound) if budget is None else budget.memory_bytes
@@ -331,6 +340,12 @@ class _Search:
                 continue
             if budget is None:
                 return
+            if over <= 0 and (late := self.late_seconds(judged)) > 0:
+                deadline -= late
+                if deadline < float(costs.seconds.sum()):
+                    return
+                asked = dataclasses.replace(budget, seconds=deadline)
+                continue
             if over <= 0:
                 fitting = reserve_bytes
             else:  # what exceeds the budget lies between the cuts
@@ -344,6 +359,14 @@ class _Search:
                 gap, share = self.planner.gap / 2, self.seconds_left()
             else:
                 return
+
+    def late_seconds(self, judged: Judged) -> float:
+        """By how much a plan with prefetching misses the deadline; 0 if it does not."""
+        deadline = self.budget.seconds
+        if deadline is None:
+            return 0.0
+        timely = prefetch(self.graph, self.costs, judged, self.budget)
+        return max(0.0, timely.usage.seconds - deadline)
 
     def start(self) -> Judged | None:
         """The best plan, if it is good: a bad one leads the solver astray."""
