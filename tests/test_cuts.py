@@ -121,7 +121,7 @@ def test_a_long_chain_is_planned_within_a_percent_of_the_bound():
     assert plan.gap <= 0.01
 
 
-@pytest.mark.parametrize("late", [1.01, 1.02, 1.1])
+@pytest.mark.parametrize("late", [1.02, 1.05, 1.2])
 def test_a_deadline_that_waiting_for_storage_would_miss_is_met(late):
     graph, costs = long_chain()
     memory_bytes = int(0.5 * peak_bytes(graph, costs))

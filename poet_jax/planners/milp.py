@@ -341,10 +341,12 @@ class _Search:
             if budget is None:
                 return
             if over <= 0 and (late := self.late_seconds(judged)) > 0:
-                deadline -= late
-                if deadline < float(costs.seconds.sum()):
+                least = float(costs.seconds.sum())
+                deadline = max(deadline - late, (deadline + least) / 2)
+                if deadline < least * (1 + self.planner.gap):
                     return
                 asked = dataclasses.replace(budget, seconds=deadline)
+                reserve_bytes += limit // 50  # room for pages on their way in
                 continue
             if over <= 0:
                 fitting = reserve_bytes
