@@ -32,11 +32,11 @@ from poet_jax.units import format_bytes, format_seconds
 BUDGET = flags.DEFINE_string("budget", "40%", "Memory budget: a size or a percentage.")
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Images in a batch.")
 STEPS = flags.DEFINE_integer("steps", 8, "Training steps within the budget.", 2)
-TIME_LIMIT = flags.DEFINE_float("time_limit", 45.0, "Seconds for the planner.")
+TIME_LIMIT = flags.DEFINE_float("time_limit", 25.0, "Seconds for the planner.")
 WIDTH = flags.DEFINE_integer("width", 64, "Channels of the first stage.", 1)
 OUTPUT = flags.DEFINE_string("output", "outputs/demo", "Folder for the plan's figure.")
 
-PAIRS = 5  # of steps within the budget and by jax.jit, timed in turns
+PAIRS = 4  # of steps within the budget and by jax.jit, timed in turns
 BETA1 = 0.9  # of AdamW: after one step the first moment is (1 - BETA1) * gradient
 
 
