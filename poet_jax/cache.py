@@ -38,15 +38,22 @@ class PlanCache:
         if device is not None and not device.measured:
             return price(graph, device)
         path = self.folder / f"costs-{_hash(graph.fingerprint, *_machine())}.json"
+        executables = compile_nodes(graph)
         try:
             costs = costs_from_dict(json.loads(path.read_text()))
+            kept = list(
+                zip(executables, costs.seconds, costs.workspace_bytes, strict=True)
+            )
+            for executable, _, nbytes in kept:
+                measured = executable.seconds is not None
+                if measured and executable.workspace_bytes != nbytes:
+                    raise ValueError("this process has measured that node afresh")
+            for executable, seconds, nbytes in kept:  # as `price` leaves them
+                executable.seconds = float(seconds)
+                executable.workspace_bytes = int(nbytes)
         except (OSError, ValueError, KeyError, TypeError):
             costs = price(graph, device if device is not None else host())
             save_json(path, costs_to_dict(costs))
-        for executable, nbytes in zip(
-            compile_nodes(graph), costs.workspace_bytes, strict=True
-        ):
-            executable.workspace_bytes = int(nbytes)  # what was seen, as after `price`
         return costs
 
     def plan(

@@ -1,6 +1,7 @@
 """Plans in a folder: the second start of a job plans and measures nothing."""
 
 import dataclasses
+import json
 import subprocess
 import sys
 
@@ -54,6 +55,17 @@ def test_a_measured_device_is_measured_once(tmp_path):
     again = run(tmp_path, Counting(), device=None)
     assert len(Counting.calls) == 1
     assert (again.costs.seconds == first.costs.seconds).all()
+
+
+def test_nodes_that_this_process_has_measured_keep_their_workspace(tmp_path):
+    """Plans that exist count on it."""
+    first = run(tmp_path, Counting(), device=None)
+    (path,) = tmp_path.glob("costs-*.json")
+    costs = json.loads(path.read_text())
+    costs["workspace_bytes"] = [n + 2**20 for n in costs["workspace_bytes"]]
+    path.write_text(json.dumps(costs))
+    again = run(tmp_path, Counting(), device=None)
+    assert (again.costs.workspace_bytes == first.costs.workspace_bytes).all()
 
 
 def test_a_file_that_is_damaged_is_written_again(tmp_path):

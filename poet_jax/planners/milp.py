@@ -377,7 +377,8 @@ class _Search:
         return self.best
 
     def worst_stages(self, judged: Judged, limit: int) -> set[int]:
-        """The two stages, some apart, whose base nodes exceed `limit` the most.
+        """The stages, some apart, whose base nodes exceed `limit` the most: two, or a
+        few in a large graph.
 
         Where nodes that run again exceed it by a lot, their stages count, too.
         """

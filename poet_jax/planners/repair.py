@@ -8,7 +8,7 @@ import numpy as np
 from poet_jax.graph import Graph
 from poet_jax.plan import Budget, Compute, PageIn
 from poet_jax.planners.greedy import Eviction, Life
-from poet_jax.planners.judge import Judged, fits, judge
+from poet_jax.planners.judge import Judged, fits, judge, objective_of
 from poet_jax.price import Costs
 
 
@@ -45,7 +45,8 @@ def refill(
                 stages.page_ins[back.stage].discard(back.action.value)
         stages.page_outs &= set().union(*stages.page_ins)
         better = judge(graph, costs, stages.actions(graph))
-        if not (kept and fits(better.usage, budget)):
+        before, after = (objective_of(x.usage, objective) for x in (judged, better))
+        if not (kept and fits(better.usage, budget)) or after > before:
             return judged
         judged = better
 
