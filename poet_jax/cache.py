@@ -26,11 +26,23 @@ class PlanCache:
     costs differ a little from run to run, so they are kept, too, under a hash of graph
     and machine: delete the folder to measure and plan afresh. A file that cannot be
     read is written again. The folder is made if it does not exist.
+
+    Raises OSError for a folder that cannot be made or written to.
     """
 
     def __init__(self, folder: str | os.PathLike):
         self.folder = pathlib.Path(folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            usable = os.access(self.folder, os.R_OK | os.W_OK | os.X_OK)
+        except OSError:
+            usable = False
+        if not usable:
+            raise OSError(
+                f"A plan_cache was asked for in {os.fspath(self.folder)!r}, which is "
+                "not a folder that this user can write to, or cannot be made. It needs "
+                'one that can. Type for example plan_cache="plans", or leave it out.'
+            )
 
     def costs(self, graph: Graph, device: DeviceProfile | None) -> Costs:
         """`price(graph, device)`, `host()` if None, or what that was on this machine

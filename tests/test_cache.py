@@ -78,6 +78,15 @@ def test_a_file_that_is_damaged_is_written_again(tmp_path):
     assert len(Counting.calls) == 2
 
 
+def test_a_folder_that_cannot_be_used_is_named_before_anything_is_planned(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("")
+    for folder in (file, file / "below"):
+        with pytest.raises(OSError, match="plan_cache") as caught:
+            poet_jax.schedule(gradient, BUDGET, plan_cache=folder)
+        assert str(folder) in str(caught.value) and "Type" in str(caught.value)
+
+
 def test_a_planner_that_cannot_be_told_from_others_is_refused(tmp_path):
     for planner in (lambda *inputs: poet_jax.greedy(*inputs), Counting):
         with pytest.raises(ValueError, match="plan_cache"):

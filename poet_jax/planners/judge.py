@@ -160,7 +160,7 @@ def budget_too_small(
         advice += ", or poet_jax.MilpPlanner(), which may find a leaner plan"
     wanted = f"a budget of at least {least}"
     if is_too_late(costs, budget):
-        wanted = f"Budget(seconds=...) of more than {costs.seconds.sum():.6g}"
+        wanted = f"Budget(seconds=...) of at least {costs.seconds.sum():.6g}"
     elif limits:
         wanted = f"a larger budget than these {least} bytes, seconds= or store_bytes="
     return BudgetTooSmall(
