@@ -1,31 +1,70 @@
-"""One ahead-of-time compiled executable per node signature, shared by equal nodes."""
+"""Ahead-of-time compiled executables of one node or several, shared by equals."""
 
 import concurrent.futures
+import dataclasses
 import math
 import os
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 
-from poet_jax.graph import Equation, Graph, Literal, Node
+from poet_jax.graph import Equation, Graph, Literal
 from poet_jax.progress import counted
 
 _executables: dict[tuple, "Executable"] = {}
 
 
-def signature(graph: Graph, node: Node) -> tuple:
-    """A key equal for two nodes exactly when one executable serves both.
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """Nodes that become one executable.
+
+    Attributes:
+      nodes: in order.
+      reads: values that they need from outside.
+      writes: values that come out.
+      replaces: pairs (old, new) of values: `new` is written over `old`.
+    """
+
+    nodes: tuple[int, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    replaces: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, graph: Graph, number: int) -> "Unit":
+        node = graph.nodes[number]
+        return cls((number,), node.reads, node.writes)
+
+
+def signature(graph: Graph, unit: Unit) -> tuple:
+    """A key equal for two units exactly when one executable serves both.
 
     Jaxprs inside parameters (the body of a scan) count as equal only if they are one
     object: two that print alike may close over different constants.
     """
+    local: dict[int, int] = {}
+
+    def number(values: Iterable[int]) -> tuple[int, ...]:
+        return tuple(local.setdefault(v, len(local)) for v in values)
+
+    reads = number(unit.reads)
     shapes = tuple(
         (value.shape, str(value.dtype), value.weak_type)
-        for value in (graph.values[v] for v in node.reads)
+        for value in (graph.values[v] for v in unit.reads)
     )
-    return shapes, node.outputs, tuple(map(_equation_key, node.equations))
+    nodes = tuple(
+        (
+            number(node.reads),
+            number(node.writes),
+            node.outputs,
+            tuple(map(_equation_key, node.equations)),
+        )
+        for node in (graph.nodes[n] for n in unit.nodes)
+    )
+    return reads, shapes, nodes, number(unit.writes), tuple(map(number, unit.replaces))
 
 
 def _equation_key(equation: Equation) -> tuple:
@@ -65,7 +104,7 @@ class _Identity:
 Kind = tuple[tuple[int, ...], Any]  # shape and dtype
 
 # Smaller results come from the C library's heap, where they cost nothing.
-RECYCLED_BYTES = 2**16
+RECYCLED_BYTES = 2**20
 
 
 def nbytes_of(kind: Kind) -> int:
@@ -93,58 +132,94 @@ def is_recycled(kind: Kind) -> bool:
 
 
 class Executable:
-    """A compiled node, which writes its large results into arrays that it is given.
+    """A compiled unit, which writes its large results into arrays that it is given.
 
     Attributes:
       workspace_bytes: what XLA allocates while it runs, beside operands and results;
         `price` raises it to what a run was seen to take.
       seconds: of a run on this machine, once `price` has measured it.
-      destinations: [D] shapes and dtypes of the results of `RECYCLED_BYTES` or more.
+      destinations: [D] shapes and dtypes of the results of `RECYCLED_BYTES` or more
+        that replace no operand.
     """
 
-    def __init__(self, node: Node, operands: list[jax.ShapeDtypeStruct]):
-        results = jax.eval_shape(node.__call__, *operands)
-        self.destinations = tuple(
-            (x.shape, x.dtype) for x in results if is_recycled((x.shape, x.dtype))
-        )
-        given = [jax.ShapeDtypeStruct(*x) for x in self.destinations]
-        run = jax.jit(
-            lambda given, *operands: node(*operands), donate_argnums=0, keep_unused=True
-        )
-        self._compiled = run.lower(given, *operands).compile()
+    def __init__(self, graph: Graph, unit: Unit):
+        place = {v: number for number, v in enumerate(unit.reads)}
+        replaced = {new: place[old] for old, new in unit.replaces}
+        destinations: list[Kind] = []
+        # Where each donated array comes from, in the order of the results it becomes:
+        # XLA pairs equal shapes in that order. An operand's number, or None for `into`.
+        self._donated: list[int | None] = []
+        for value in unit.writes:
+            described = graph.values[value]
+            kind = described.shape, described.dtype
+            if value in replaced:
+                self._donated.append(replaced[value])
+            elif is_recycled(kind):
+                destinations.append(kind)
+                self._donated.append(None)
+        self.destinations = tuple(destinations)
+        self._kept = [n for n in place.values() if n not in replaced.values()]
+        operands = [graph.values[v].aval for v in unit.reads]
+        fresh = iter([jax.ShapeDtypeStruct(*kind) for kind in destinations])
+        given = [next(fresh) if n is None else operands[n] for n in self._donated]
+        nodes = [graph.nodes[number] for number in unit.nodes]
+
+        def run(donated, *kept):
+            local = dict(zip(self._kept, kept, strict=True))
+            for number, array in zip(self._donated, donated, strict=True):
+                if number is not None:
+                    local[number] = array
+            known = {v: local[number] for v, number in place.items()}
+            for node in nodes:
+                results = node(*(known[v] for v in node.reads))
+                known.update(zip(node.writes, results, strict=True))
+            return tuple(known[v] for v in unit.writes)
+
+        jitted = jax.jit(run, donate_argnums=0, keep_unused=True)
+        self._compiled = jitted.lower(
+            given, *(operands[n] for n in self._kept)
+        ).compile()
         analysis = self._compiled.memory_analysis()
-        self.workspace_bytes = int(analysis.temp_size_in_bytes) if analysis else 0
+        self._temp_bytes = int(analysis.temp_size_in_bytes) if analysis else 0
+        self.workspace_bytes = self._temp_bytes
         self.seconds: float | None = None
 
+    @property
+    def scratch_bytes(self) -> int:
+        """The part of the workspace that XLA does not know of."""
+        return self.workspace_bytes - self._temp_bytes
+
     def __call__(
-        self, *operands: jax.Array, into: list[jax.Array] | None = None
+        self, *operands: jax.Array, into: Sequence[jax.Array] | None = None
     ) -> tuple[jax.Array, ...]:
         """[W] results of [R] operands; `into` holds [D] arrays that they replace."""
         if into is None:
             into = [jnp.empty(*x) for x in self.destinations]
-        return self._compiled(into, *operands)
+        fresh = iter(into)
+        donated = [next(fresh) if n is None else operands[n] for n in self._donated]
+        return self._compiled(donated, *(operands[n] for n in self._kept))
 
 
-def compile_node(graph: Graph, node: Node) -> Executable:
-    """The node as an XLA executable from [R] arrays to [W] arrays, compiled once."""
-    key = signature(graph, node)
-    if key not in _executables:
-        operands = [graph.values[v].aval for v in node.reads]
-        _executables[key] = Executable(node, operands)
-    return _executables[key]
+def compile_units(graph: Graph, units: Sequence[Unit]) -> list[Executable]:
+    """[U] executables; distinct signatures are compiled in parallel, with progress."""
+    keys = [signature(graph, unit) for unit in units]
+    missing = {
+        key: unit
+        for key, unit in zip(keys, units, strict=True)
+        if key not in _executables
+    }
+    workers = os.cpu_count() or 1
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        futures = {
+            pool.submit(Executable, graph, unit): key for key, unit in missing.items()
+        }
+        done = concurrent.futures.as_completed(futures)
+        for future in counted(done, len(futures), "compiling"):
+            _executables[futures[future]] = future.result()
+    return [_executables[key] for key in keys]
 
 
 def compile_nodes(graph: Graph) -> list[Executable]:
-    """[N] executables; distinct signatures are compiled in parallel, with progress."""
-    first: dict[tuple, Node] = {}
-    for node in graph.nodes:
-        key = signature(graph, node)
-        if key not in _executables:
-            first.setdefault(key, node)
-    workers = os.cpu_count() or 1
-    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(compile_node, graph, node) for node in first.values()]
-        done = concurrent.futures.as_completed(futures)
-        for future in counted(done, len(futures), "compiling nodes"):
-            future.result()
-    return [compile_node(graph, node) for node in graph.nodes]
+    """[N] executables, one for each node."""
+    units = [Unit.of(graph, number) for number in range(len(graph.nodes))]
+    return compile_units(graph, units)

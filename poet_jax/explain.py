@@ -5,8 +5,8 @@ from collections import Counter
 from typing import Any
 
 from poet_jax.graph import Graph
-from poet_jax.plan import Budget, Compute, PageIn, Plan
-from poet_jax.program import Free, Program
+from poet_jax.plan import Budget, PageIn, Plan
+from poet_jax.program import Free, Fused, Program, computed
 from poet_jax.simulate import Usage
 from poet_jax.units import format_bytes, format_count, format_joules, format_seconds
 
@@ -17,7 +17,7 @@ def decisions(program: Program) -> dict[int, str]:
     A value is paged if it is read back from storage, rematerialised if its node runs
     more than once, kept otherwise.
     """
-    runs = Counter(x.node for x in program.instructions if isinstance(x, Compute))
+    runs = Counter(node for x in program.instructions for node in computed(x))
     result = {
         v: "keep" if runs[number] < 2 else "remat"
         for number, node in enumerate(program.graph.nodes)
@@ -27,6 +27,12 @@ def decisions(program: Program) -> dict[int, str]:
         (x.value, "page") for x in program.instructions if isinstance(x, PageIn)
     )
     return result
+
+
+def is_whole(program: Program) -> bool:
+    """Whether all nodes run as one executable."""
+    runs = [x for x in program.instructions if computed(x)]
+    return len(runs) == 1 and isinstance(runs[0], Fused)
 
 
 def table(
@@ -61,6 +67,8 @@ def table(
     ]
     if budget.memory_bytes >= baseline.peak_bytes:
         lines.append("  The budget covers keep-all: nothing is repeated or paged.")
+    if len(graph.nodes) > 1 and is_whole(program):
+        lines.append("  The step is one executable, as under jax.jit.")
     return "\n".join(lines)
 
 
@@ -136,9 +144,10 @@ def plot(
     for row, x in enumerate(program.instructions):
         start = float(usage.start_seconds[row])
         bar = start, float(usage.stop_seconds[row]) - start
-        if isinstance(x, Compute):
-            (again if x.node in seen else first).append(bar)
-            seen.add(x.node)
+        nodes = computed(x)
+        if nodes:
+            (first if seen.isdisjoint(nodes) else again).append(bar)
+            seen.update(nodes)
         elif not isinstance(x, Free):
             pages.append(bar)
     lanes.broken_barh(first, (1.1, 0.8), color=colours["keep"])
@@ -161,16 +170,18 @@ def _live_by_decision(program: Program) -> dict[str, list[int]]:
         live[kinds[value]] += graph.values[value].nbytes
     rows: dict[str, list[int]] = {kind: [] for kind in live}
     for x in program.instructions:
-        if isinstance(x, Compute):
-            arrived = set(graph.nodes[x.node].writes) - resident
-        else:
-            arrived = {x.value} - resident if isinstance(x, PageIn) else set()
+        arrived = set(program.writes(x)) - resident
+        gone = {x.value} if isinstance(x, Free) else set()
+        if isinstance(x, PageIn):
+            arrived = {x.value} - resident
+        if isinstance(x, Fused):
+            gone = {old for old, _ in x.replaces}
         for value in arrived:
             live[kinds[value]] += graph.values[value].nbytes
         resident |= arrived
-        if isinstance(x, Free):
-            resident.remove(x.value)
-            live[kinds[x.value]] -= graph.values[x.value].nbytes
+        resident -= gone
+        for value in gone:
+            live[kinds[value]] -= graph.values[value].nbytes
         for kind, column in rows.items():
             column.append(live[kind])
     return rows

@@ -11,6 +11,7 @@ import numpy as np
 from poet_jax import heap
 from poet_jax.compile import (
     Executable,
+    Unit,
     compile_nodes,
     is_recycled,
     signature,
@@ -205,7 +206,7 @@ def _node_bytes(graph: Graph, node: Node) -> int:
 def _measure(graph: Graph, executables) -> np.ndarray:
     """[N] seconds on this machine, each distinct signature run a few times on zeros."""
     first: dict[tuple, int] = {}
-    keys = [signature(graph, node) for node in graph.nodes]
+    keys = [signature(graph, Unit.of(graph, n)) for n in range(len(graph.nodes))]
     for number, key in enumerate(keys):
         first.setdefault(key, number)
     seconds = {}

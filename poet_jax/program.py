@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 from poet_jax.errors import PlanInvalid
 from poet_jax.graph import Graph
@@ -15,7 +16,35 @@ class Free:
     value: int
 
 
-Instruction = Action | Free
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """Run nodes as one executable: all that they read is in RAM until it is done.
+
+    Attributes:
+      nodes: in order, each once.
+      writes: values in RAM afterwards; the others never leave the executable.
+      replaces: pairs (old, new): `new`, one of `writes`, is written over `old`, a value
+        that is read and gone afterwards.
+      workspace_bytes: what the executable allocates beside what it reads and writes.
+    """
+
+    nodes: tuple[int, ...]
+    writes: tuple[int, ...]
+    replaces: tuple[tuple[int, int], ...] = ()
+    workspace_bytes: int = 0
+
+
+Instruction = Action | Fused | Free
+
+
+def computed(instruction: Instruction) -> tuple[int, ...]:
+    """The nodes that an instruction runs, in order."""
+    match instruction:
+        case Compute(node):
+            return (node,)
+        case Fused(nodes):
+            return nodes
+    return ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,23 +71,63 @@ class Program:
     @functools.cached_property
     def recomputed(self) -> int:
         """How many `Compute`s run a node again."""
-        computes = [x.node for x in self.instructions if isinstance(x, Compute)]
+        computes = [node for x in self.instructions for node in computed(x)]
         return len(computes) - len(set(computes))
+
+    def writes(self, instruction: Instruction) -> tuple[int, ...]:
+        """The values that an instruction computes and leaves in RAM."""
+        match instruction:
+            case Compute(node):
+                return self.graph.nodes[node].writes
+            case Fused():
+                return instruction.writes
+        return ()
+
+    def reads(self, instruction: Instruction) -> tuple[int, ...]:
+        """The values that an instruction computes from, in order of first use."""
+        found: dict[int, None] = {}
+        made: set[int] = set()
+        for number in computed(instruction):
+            node = self.graph.nodes[number]
+            found.update(dict.fromkeys(v for v in node.reads if v not in made))
+            made.update(node.writes)
+        return tuple(found)
 
     def __str__(self) -> str:
         lines = []
-        seen = set()
+        seen: set[int] = set()
         for number, x in enumerate(self.instructions):
-            if isinstance(x, Compute):
-                text = f"compute   {self.graph.nodes[x.node].name}"
-                if x.node in seen:
-                    text += "  (again)"
-                seen.add(x.node)
-            else:
-                word = {Free: "free", PageOut: "page out", PageIn: "page in"}[type(x)]
-                text = f"{word:9s} {self.graph.values[x.value].name}"
+            match x:
+                case Compute() | Fused():
+                    nodes = computed(x)
+                    names = [self.graph.nodes[node].name for node in nodes]
+                    text = f"compute   {names[0]}"
+                    if len(nodes) > 1:
+                        text += f" to {names[-1]}, {len(nodes)} nodes as one"
+                    if not seen.isdisjoint(nodes):
+                        text += "  (again)"
+                    seen.update(nodes)
+                case Free(value) | PageOut(value) | PageIn(value):
+                    word = {Free: "free", PageOut: "page out", PageIn: "page in"}
+                    text = f"{word[type(x)]:9s} {self.graph.values[value].name}"
             lines.append(f"{number:5d}  {text}")
         return "\n".join(lines)
+
+
+def program_to_list(program: Program) -> list[list[Any]]:
+    """The instructions, as JSON types."""
+    return [[type(x).__name__, *vars(x).values()] for x in program.instructions]
+
+
+def program_from_list(graph: Graph, rows: list[list[Any]]) -> Program:
+    """The program whose instructions `program_to_list` wrote, of the same graph."""
+    kinds = {kind.__name__: kind for kind in (Compute, Fused, Free, PageIn, PageOut)}
+    instructions = (kinds[kind](*map(_tuples, fields)) for kind, *fields in rows)
+    return Program(graph, tuple(instructions))
+
+
+def _tuples(data: Any) -> Any:
+    return tuple(map(_tuples, data)) if isinstance(data, list | tuple) else data
 
 
 def lower(graph: Graph, plan: Plan) -> Program:

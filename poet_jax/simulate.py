@@ -7,7 +7,7 @@ import numpy as np
 from poet_jax.errors import PlanInvalid
 from poet_jax.plan import Compute, PageIn, PageOut
 from poet_jax.price import Costs
-from poet_jax.program import Free, Program
+from poet_jax.program import Free, Fused, Instruction, Program, computed
 from poet_jax.units import format_bytes, format_joules, format_seconds
 
 
@@ -83,18 +83,25 @@ def simulate(program: Program, costs: Costs) -> Usage:
 
     for row, instruction in enumerate(program.instructions):
         match instruction:
-            case Compute(number):
-                node = graph.nodes[number]
+            case Compute() | Fused():
                 start = compute_lane
-                for value in node.reads:
+                for value in program.reads(instruction):
                     require(value)
                     start = max(start, in_done.pop(value, 0.0))
-                live += sum(nbytes[v] for v in node.writes if v not in resident)
-                resident.update(node.writes)
-                live_bytes[row] = live + int(costs.workspace_bytes[number])
-                stop = compute_lane = start + float(costs.seconds[number])
-                compute_seconds += float(costs.seconds[number])
-                joules += float(costs.joules[number])
+                replaces = getattr(instruction, "replaces", ())
+                for old, _ in replaces:
+                    resident.remove(old)
+                    live -= nbytes[old]
+                writes = program.writes(instruction)
+                live += sum(nbytes[v] for v in writes if v not in resident)
+                resident.update(writes)
+                live_bytes[row] = live + workspace_of(instruction, costs)
+                stop = start
+                for number in computed(instruction):
+                    stop += float(costs.seconds[number])
+                    compute_seconds += float(costs.seconds[number])
+                    joules += float(costs.joules[number])
+                compute_lane = stop
             case PageOut(value):
                 require(value)
                 stored[value] = nbytes[value]
@@ -151,6 +158,16 @@ def simulate(program: Program, costs: Costs) -> Usage:
     )
 
 
+def workspace_of(instruction: Instruction, costs: Costs) -> int:
+    """Bytes that an instruction takes while it runs, beside values."""
+    match instruction:
+        case Compute(number):
+            return int(costs.workspace_bytes[number])
+        case Fused():
+            return instruction.workspace_bytes
+    return 0
+
+
 def alive_at_peak(
     program: Program, costs: Costs, usage: Usage
 ) -> tuple[str, list[int]]:
@@ -162,9 +179,9 @@ def alive_at_peak(
         program.instructions[: usage.peak_instruction + 1]
     ):
         match instruction:
-            case Compute(number):
-                resident.update(graph.nodes[number].writes)
-                node = graph.nodes[number].name
+            case Compute() | Fused():
+                resident.update(program.writes(instruction))
+                node = graph.nodes[computed(instruction)[0]].name
             case PageIn(value):
                 resident.add(value)
             case Free(value) if row < usage.peak_instruction:

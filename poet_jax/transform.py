@@ -1,6 +1,7 @@
 """The transformation: `schedule` a function within a budget, as `jax.jit` compiles
 it."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -8,19 +9,22 @@ import json
 import logging
 import os
 import reprlib
+import time
 import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
 
 from poet_jax import explain
 from poet_jax.cache import PlanCache
 from poet_jax.coarsen import coarsen
 from poet_jax.device import DeviceProfile, host
 from poet_jax.errors import CannotTrace, ClosesOverTracer, PlanInvalid
-from poet_jax.executors.host import HostExecutor, Run, Runner
+from poet_jax.executors.host import HostExecutor, Run
+from poet_jax.executors.whole import NotPlanned, WholeStep, whole_step
 from poet_jax.graph import Graph
 from poet_jax.order import order
 from poet_jax.pareto import Front, pareto
@@ -29,15 +33,16 @@ from poet_jax.plan import (
     BudgetLike,
     Plan,
     Planner,
+    Status,
     parse_budget,
     plan_from_dict,
     plan_to_dict,
     save_json,
 )
-from poet_jax.planners.judge import fits, keep_everything
+from poet_jax.planners.judge import Judged, fits, keep_everything, objective_of
 from poet_jax.planners.milp import MilpPlanner
 from poet_jax.price import Costs, costs_from_dict, costs_to_dict, price
-from poet_jax.program import Program, lower
+from poet_jax.program import Program, lower, program_from_list, program_to_list
 from poet_jax.simulate import Usage, simulate
 from poet_jax.trace import trace
 from poet_jax.units import format_bytes
@@ -64,9 +69,17 @@ class Schedule:
     baseline: Usage
 
     @classmethod
-    def of(cls, graph: Graph, costs: Costs, budget: Budget, plan: Plan) -> "Schedule":
-        """Lower and simulate `plan`."""
-        program = lower(graph, plan)
+    def of(
+        cls,
+        graph: Graph,
+        costs: Costs,
+        budget: Budget,
+        plan: Plan,
+        program: Program | None = None,
+    ) -> "Schedule":
+        """Simulate `program`, which is the plan node by node if it is left out."""
+        if program is None:
+            program = lower(graph, plan)
         usage = simulate(program, costs)
         baseline = keep_everything(graph, costs).usage
         return cls(graph, costs, budget, plan, program, usage, baseline)
@@ -81,10 +94,11 @@ class Schedule:
         explain.plot(path, self.budget, self.program, self.usage, self.baseline)
 
     def to_json(self, path: str | os.PathLike) -> None:
-        """Write budget, plan and costs to `path`; `from_json` reads them."""
+        """Write budget, plan, program and costs to `path`; `from_json` reads them."""
         data = {
             "budget": dataclasses.asdict(self.budget),
             "plan": plan_to_dict(self.graph, self.plan),
+            "program": program_to_list(self.program),
             "costs": costs_to_dict(self.costs),
         }
         save_json(path, data)
@@ -100,17 +114,27 @@ class Schedule:
             data = json.load(file)
         plan = plan_from_dict(self.graph, data["plan"])
         costs = costs_from_dict(data["costs"])
-        return Schedule.of(self.graph, costs, Budget(**data["budget"]), plan)
+        budget = Budget(**data["budget"])
+        program = program_from_list(self.graph, data["program"])
+        return Schedule.of(self.graph, costs, budget, plan, program)
 
 
 def make_schedule(
-    graph: Graph, costs: Costs, budget: BudgetLike, planner: Planner
+    graph: Graph,
+    costs: Costs,
+    budget: BudgetLike,
+    planner: Planner,
+    whole: Callable[[Program, Costs, float], Program | None] | None = None,
+    prepare: Callable[[Program, Costs, float], Program] | None = None,
 ) -> Schedule:
     """Plan `graph` within `budget` and check the plan in the simulator.
 
-    Raises BudgetTooSmall, and PlanInvalid for a planner whose plan exceeds the budget.
+    `whole` makes one instruction of keep-all's program if the budget allows it, and
+    then nothing needs a plan; `prepare` is the executor's. Raises BudgetTooSmall, and
+    PlanInvalid for a planner whose plan exceeds the budget.
     """
-    keep_all_bytes = keep_everything(graph, costs).usage.peak_bytes
+    everything = keep_everything(graph, costs)
+    keep_all_bytes = everything.usage.peak_bytes
     budget = parse_budget(budget, keep_all_bytes)
     if budget.memory_bytes >= keep_all_bytes:
         logger.info(
@@ -119,6 +143,13 @@ def make_schedule(
             budget,
             format_bytes(keep_all_bytes),
         )
+    if whole is not None:
+        program = whole(everything.program, costs, budget.memory_bytes)
+        if program is not None:
+            plan = _best_of_all(everything, planner)
+            schedule = Schedule.of(graph, costs, budget, plan, program)
+            if fits(schedule.usage, budget):
+                return schedule
     plan = planner(graph, costs, budget)
     schedule = Schedule.of(graph, costs, budget, plan)
     if not fits(schedule.usage, budget):
@@ -127,7 +158,22 @@ def make_schedule(
             f"{schedule.usage}. Its own rules allow that plan, the simulator's do not. "
             "Type a larger budget for it, or use poet_jax.MilpPlanner()."
         )
-    return schedule
+    if prepare is None:
+        return schedule
+    program = prepare(schedule.program, costs, budget.memory_bytes)
+    return Schedule.of(graph, costs, budget, plan, program)
+
+
+def _best_of_all(everything: Judged, planner: Planner) -> Plan:
+    """Keep-all as a plan: nothing costs less than to run every node once."""
+    objective = getattr(planner, "objective", "energy")
+    return everything.plan(
+        "keep_all",
+        time.monotonic(),
+        objective=objective,
+        bound=objective_of(everything.usage, objective),
+        status=Status.OPTIMAL,
+    )
 
 
 class Scheduled:
@@ -162,14 +208,18 @@ class Scheduled:
         self._jitted = jax.jit(fun, **given)
         self._static = _StaticArguments(fun, **jit_options)
         self._schedules: dict[Any, Schedule] = {}
-        self._runners: dict[Any, Runner] = {}
+        self._runners: dict[Any, Any] = {}
+        self._prepare = getattr(self.executor, "prepare", None)
+        self._whole = None
+        if getattr(self.executor, "fuses", False):
+            self._whole = functools.partial(whole_step, fun, **given)
         self._latest: Any = None
-        self._last_run: Run | None = None
+        self._last_runner: Any = None
 
     @property
     def last_run(self) -> Run | None:
         """What the latest call measured; None before the first."""
-        return self._last_run
+        return None if self._last_runner is None else self._last_runner.last_run
 
     def plan(self, *args: Any, **kwargs: Any) -> Schedule:
         """The schedule for arguments like these: arrays or `jax.ShapeDtypeStruct`s.
@@ -190,6 +240,10 @@ class Scheduled:
         return pareto(*self._priced(args, kwargs), budgets, self.planner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        runner = self._last_runner
+        if isinstance(runner, WholeStep) and get_opaque_trace_state() == _eager():
+            with contextlib.suppress(NotPlanned):
+                return runner(*args, **kwargs)
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
             return self._jitted(*args, **kwargs)
         try:
@@ -205,14 +259,16 @@ class Scheduled:
         key = self._key(args, kwargs)
         if key not in self._runners:
             schedule = self._plan(key, args, kwargs)
-            self._runners[key] = self.executor(schedule.program)
+            if key not in self._runners:
+                self._runners[key] = self.executor(schedule.program)
         self._latest = key
-        runner = self._runners[key]
-        dynamic_args, dynamic_kwargs = self._static.remove(args, kwargs)
+        self._last_runner = runner = self._runners[key]
         with jax.ensure_compile_time_eval():  # an outer function may be being traced
-            result = runner(*dynamic_args, **dynamic_kwargs)
-        self._last_run = runner.last_run
-        return result
+            if isinstance(runner, WholeStep):
+                with runner.allowed():
+                    return runner(*args, **kwargs)
+            dynamic_args, dynamic_kwargs = self._static.remove(args, kwargs)
+            return runner(*dynamic_args, **dynamic_kwargs)
 
     def _key(self, args, kwargs):
         dynamic = self._static.remove(args, kwargs)
@@ -228,7 +284,23 @@ class Scheduled:
             planner = self.planner
             if self._cache is not None:
                 planner = functools.partial(self._cache.plan, planner)
-            self._schedules[key] = make_schedule(graph, costs, self.budget, planner)
+
+            def whole(program: Program, costs: Costs, memory_bytes: float):
+                assert self._whole is not None
+                step = self._whole(program, costs, memory_bytes, args, kwargs)
+                if step is None:
+                    return None
+                self._runners[key] = step
+                return step.program
+
+            self._schedules[key] = make_schedule(
+                graph,
+                costs,
+                self.budget,
+                planner,
+                whole if self._whole is not None else None,
+                self._prepare,
+            )
             self._latest = key
         return self._schedules[key]
 
@@ -246,6 +318,13 @@ class Scheduled:
                 return graph, self._cache.costs(graph, self.device)
             device = self.device if self.device is not None else host()
             return graph, price(graph, device)
+
+
+@functools.cache
+def _eager() -> Any:
+    """JAX's state while nothing is being traced."""
+    with jax.ensure_compile_time_eval():
+        return get_opaque_trace_state()
 
 
 class _StaticArguments:

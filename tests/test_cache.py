@@ -30,7 +30,12 @@ class Counting:
 def run(folder, planner, budget=BUDGET, device=poet_jax.devices.RASPBERRY_PI_4):
     """A new start: the same function, scheduled afresh."""
     scheduled = poet_jax.schedule(
-        gradient, budget, planner=planner, device=device, plan_cache=folder
+        gradient,
+        budget,
+        planner=planner,
+        device=device,
+        plan_cache=folder,
+        executor=poet_jax.HostExecutor(fuse=False),
     )
     np.testing.assert_allclose(scheduled(W, X), gradient(W, X), rtol=1e-4, atol=1e-8)
     return scheduled.plan(W, X)
@@ -100,7 +105,11 @@ import poet_jax
 from poet_jax.cache import plan_key
 from toy import W, X, gradient
 schedule = poet_jax.schedule(
-    gradient, "80%", planner=poet_jax.greedy, device=poet_jax.devices.JETSON_TX2
+    gradient,
+    "80%",
+    planner=poet_jax.greedy,
+    device=poet_jax.devices.JETSON_TX2,
+    executor=poet_jax.HostExecutor(fuse=False),
 ).plan(W, X)
 print(plan_key(
     schedule.graph, schedule.costs, schedule.budget, poet_jax.MilpPlanner()

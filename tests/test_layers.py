@@ -8,10 +8,11 @@ import poet_jax
 PACKAGE = pathlib.Path(poet_jax.__file__).parent
 LAYERS = """
     units progress errors graph trace coarsen order heap store compile device price
-    plan program simulate
+    plan program simulate fuse
     planners planners.judge planners.keep_all planners.sqrt planners.greedy
     planners.repair planners.worker planners.solver planners.objective planners.cuts
-    planners.milp planners.paper executors executors.buffers executors.host explain
+    planners.milp planners.paper executors executors.buffers executors.host
+    executors.whole explain
     pareto cache transform training nnx linen train_step
     __init__
 """.split()

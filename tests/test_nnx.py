@@ -14,6 +14,8 @@ import poet_jax
 OPTIONS = {
     "planner": poet_jax.greedy,
     "device": poet_jax.devices.RASPBERRY_PI_4,
+    # As one executable these small models would fit where a test wants a plan.
+    "executor": poet_jax.HostExecutor(fuse=False),
 }
 train_step = functools.partial(poet_jax.train_step, **OPTIONS)
 schedule = functools.partial(poet_jax.nnx.schedule, **OPTIONS)

@@ -10,13 +10,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from poet_jax.compile import Kind, compile_nodes, is_plain, is_recycled, nbytes_of
+from poet_jax.compile import (
+    Executable,
+    Kind,
+    Unit,
+    compile_units,
+    is_plain,
+    is_recycled,
+    nbytes_of,
+)
 from poet_jax.errors import PlanInvalid
 from poet_jax.executors.buffers import Pool, view
+from poet_jax.fuse import fuse
 from poet_jax.graph import Value
 from poet_jax.plan import Compute, PageIn, PageOut
 from poet_jax.price import Costs
-from poet_jax.program import Free, Program
+from poet_jax.program import Free, Fused, Program
 from poet_jax.simulate import simulate
 from poet_jax.store import FileStore, PageStore
 from poet_jax.units import format_bytes, format_count, format_seconds
@@ -56,10 +65,20 @@ class HostExecutor:
     `FileStore` in the system's folder for temporary files. Large results are written
     into freed arrays of their shape (`buffers.Pool`); between steps a runner holds
     their addresses, not their memory.
+
+    Args:
+      store: where pages go.
+      fuse: whether consecutive nodes become one executable where the budget allows it.
+        Results of any two plans are equal to the bit only if not.
     """
 
-    def __init__(self, store: PageStore | None = None):
+    def __init__(self, store: PageStore | None = None, fuse: bool = True):
         self.store = store if store is not None else FileStore()
+        self.fuses = fuse
+
+    def prepare(self, program: Program, costs: Costs, memory_bytes: float) -> Program:
+        """What to run for `program`, so that it can be simulated before."""
+        return fuse(program, costs, memory_bytes) if self.fuses else program
 
     def __call__(self, program: Program) -> "Runner":
         if any(not node.equations for node in program.graph.nodes):
@@ -69,6 +88,24 @@ class HostExecutor:
                 "costs) for an instance."
             )
         return Runner(program, self.store)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A computing instruction, ready to run.
+
+    Attributes:
+      unit, executable: what it runs.
+      workspace_bytes: while it runs.
+      new_bytes: of results that replace no operand, and of the workspace.
+      pooled_bytes: of the results that it writes into the pool's buffers.
+    """
+
+    unit: Unit
+    executable: Executable
+    workspace_bytes: int
+    new_bytes: int
+    pooled_bytes: int
 
 
 class Runner:
@@ -82,16 +119,49 @@ class Runner:
         self.program = program
         self.store = store
         self.last_run: Run | None = None
-        self._executables = compile_nodes(program.graph)
+        self.calls = self._calls()
+        self.nbytes = [value.nbytes for value in program.graph.values]
+        self.recycled = [
+            is_recycled((value.shape, value.dtype)) for value in program.graph.values
+        ]
+        self.on_cpu = jax.default_backend() == "cpu"
         self._pool: Pool | None = None
-        self._on_cpu = jax.default_backend() == "cpu"
         self._peak_bytes = self._ledger_peak()
+
+    def _calls(self) -> dict[int, _Call]:
+        """The computing instructions by their place in the program."""
+        graph = self.program.graph
+        units: dict[int, Unit] = {}
+        for row, instruction in enumerate(self.program.instructions):
+            match instruction:
+                case Compute(number):
+                    units[row] = Unit.of(graph, number)
+                case Fused(nodes, writes, replaces):
+                    reads = self.program.reads(instruction)
+                    units[row] = Unit(nodes, reads, writes, replaces)
+        calls = {}
+        executables = compile_units(graph, list(units.values()))
+        for (row, unit), executable in zip(units.items(), executables, strict=True):
+            instruction = self.program.instructions[row]
+            workspace = executable.workspace_bytes
+            if isinstance(instruction, Fused):
+                workspace = instruction.workspace_bytes
+            written = sum(graph.values[v].nbytes for v in unit.writes)
+            replaced = sum(graph.values[old].nbytes for old, _ in unit.replaces)
+            calls[row] = _Call(
+                unit,
+                executable,
+                workspace,
+                new_bytes=written - replaced + workspace,
+                pooled_bytes=sum(map(nbytes_of, executable.destinations)),
+            )
+        return calls
 
     def _taken(self) -> Iterator[tuple[int, Kind]]:
         """(instruction, kind) of each buffer that the program writes into."""
         for row, instruction in enumerate(self.program.instructions):
-            if isinstance(instruction, Compute):
-                for kind in self._executables[instruction.node].destinations:
+            if row in self.calls:
+                for kind in self.calls[row].executable.destinations:
                     yield row, kind
             elif isinstance(instruction, PageIn):
                 value = self.program.graph.values[instruction.value]
@@ -101,8 +171,11 @@ class Runner:
         """The simulator's peak; bytes do not depend on what things cost."""
         graph = self.program.graph
         none = np.zeros(max(len(graph.nodes), len(graph.values)))
-        nbytes = np.array([value.nbytes for value in graph.values], np.int64)
-        workspaces = np.array([x.workspace_bytes for x in self._executables], np.int64)
+        workspaces = np.zeros(len(graph.nodes), np.int64)
+        for row, call in self.calls.items():
+            if isinstance(self.program.instructions[row], Compute):
+                workspaces[call.unit.nodes[0]] = call.workspace_bytes
+        nbytes = np.array(self.nbytes, np.int64)
         costs = Costs(none, none, workspaces, nbytes, none, none, none, none)
         return simulate(self.program, costs).peak_bytes
 
@@ -115,7 +188,12 @@ class Runner:
                 "runs on the structure that it was traced for. Trace the function "
                 "again."
             )
-        outputs = self.run([jax.numpy.asarray(leaf) for leaf in leaves])
+        outputs = self.run(
+            [
+                leaf if type(leaf) is ARRAY_TYPE else jax.numpy.asarray(leaf)
+                for leaf in leaves
+            ]
+        )
         return jax.tree.unflatten(graph.out_tree, outputs)
 
     def run(self, leaves: list[jax.Array]) -> list[jax.Array]:
@@ -123,7 +201,7 @@ class Runner:
         start = time.perf_counter()
         pool, self._pool = self._pool, None  # a second thread gets a pool of its own
         if pool is None:
-            pool = Pool(self._taken(), self._peak_bytes, self._on_cpu)
+            pool = Pool(self._taken(), self._peak_bytes, self.on_cpu)
         step = _Step(self, leaves, pool)
         try:
             for instruction in self.program.instructions:
@@ -143,6 +221,10 @@ class Runner:
         return [step.arrays[v] for v in self.program.graph.outputs]
 
 
+# What most arguments are; asking for a type is ten times as fast as isinstance.
+ARRAY_TYPE = type(jax.numpy.zeros(()))
+
+
 class _Step:
     """The state of one run: arrays in RAM, transfers under way, and the ledger."""
 
@@ -152,11 +234,11 @@ class _Step:
         self.arrays: dict[int, jax.Array] = dict(graph.constants)
         self.arrays.update(zip(graph.arguments, leaves, strict=True))
         # One array may be several arguments; it goes when the last of them is freed.
-        self.holders = Counter(id(array) for array in self.arrays.values())
+        self.holders = Counter(map(id, self.arrays.values()))
         self.loading: dict[int, concurrent.futures.Future] = {}
         self.saving: dict[int, concurrent.futures.Future] = {}
         self.storage = concurrent.futures.ThreadPoolExecutor(1, "poet_jax-storage")
-        self.live_bytes = sum(array.nbytes for array in self.arrays.values())
+        self.live_bytes = sum(runner.nbytes[v] for v in self.arrays)
         self.peak_bytes = self.live_bytes
         self.bytes_paged_in = self.bytes_paged_out = 0
         self.row = -1
@@ -166,8 +248,8 @@ class _Step:
     def do(self, instruction: Any) -> None:
         self.row += 1
         match instruction:
-            case Compute(number):
-                self.compute(number)
+            case Compute() | Fused():
+                self.compute(self.runner.calls[self.row])
             case PageOut(value):
                 self.saving[value] = self.storage.submit(
                     self.save, value, self.ready(value)
@@ -179,25 +261,30 @@ class _Step:
             case Free(value):
                 self.free(value)
 
-    def compute(self, number: int) -> None:
-        node = self.graph.nodes[number]
-        executable = self.runner._executables[number]
-        operands = [self.ready(v) for v in node.reads]
-        written = sum(self.graph.values[v].nbytes for v in node.writes)
-        more = written + executable.workspace_bytes
-        more -= sum(map(nbytes_of, executable.destinations))
-        into = self.pool.take(executable.destinations, self.row, self.live_bytes, more)
+    def compute(self, call: _Call) -> None:
+        unit, executable = call.unit, call.executable
+        operands = [self.ready(v) for v in unit.reads]
+        into = self.pool.take(
+            executable.destinations,
+            self.row,
+            self.live_bytes,
+            call.new_bytes - call.pooled_bytes,
+        )
+        for old, _ in unit.replaces:
+            if not self.let_go(self.arrays.pop(old)):
+                number = unit.reads.index(old)
+                operands[number] = jax.numpy.copy(operands[number])
         results = executable(*operands, into=into)
         # XLA runs ahead otherwise, and allocates the results of later nodes early.
         jax.block_until_ready(results)
-        self.arrays.update(zip(node.writes, results, strict=True))
-        self.count(written + executable.workspace_bytes)
-        self.count(-executable.workspace_bytes)
+        self.arrays.update(zip(unit.writes, results, strict=True))
+        self.count(call.new_bytes)
+        self.count(-call.workspace_bytes)
 
     def page(self, value: Value) -> jax.Array | None:
         """What a page is read into; None where the host cannot write to it."""
         array = None
-        if self.runner._on_cpu and is_plain(value.dtype):
+        if self.runner.on_cpu and is_plain(value.dtype):
             kind = value.shape, value.dtype
             (array,) = self.pool.take([kind], self.row, self.live_bytes)
         self.count(value.nbytes)
@@ -214,16 +301,20 @@ class _Step:
             self.saving.pop(value).result()
         array = self.ready(value)
         del self.arrays[value]
-        self.count(-array.nbytes)
-        donated = id(array) in self.holders
-        if donated:
-            self.holders[id(array)] -= 1
-            if self.holders[id(array)]:
-                return
-        if is_recycled((array.shape, array.dtype)):
-            self.pool.give(array, donated)
+        self.count(-self.runner.nbytes[value])
+        if not self.let_go(array):
+            return
+        if self.runner.recycled[value]:
+            self.pool.give(array, donated=id(array) in self.holders)
         else:
             array.delete()
+
+    def let_go(self, array: jax.Array) -> bool:
+        """Whether no other value is the same array, after one value is gone."""
+        if id(array) in self.holders:
+            self.holders[id(array)] -= 1
+            return not self.holders[id(array)]
+        return True
 
     def save(self, value: int, array: jax.Array) -> None:
         self.store.write(value, self.bytes_of(array), self.graph.values[value].name)
@@ -243,7 +334,7 @@ class _Step:
 
     def bytes_of(self, array: jax.Array) -> np.ndarray:
         """[nbytes] for the store; NumPy's own view would keep a buffer from reuse."""
-        if self.runner._on_cpu and is_plain(array.dtype):
+        if self.runner.on_cpu and is_plain(array.dtype):
             return view(array)
         return np.asarray(array).reshape(-1).view(np.uint8)
 

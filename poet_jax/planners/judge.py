@@ -109,7 +109,7 @@ def prefetch(graph: Graph, costs: Costs, judged: Judged, budget: Budget) -> Judg
         live[place] = max(before_bytes, live[place])
         for between in range(place + 1, row + 1):
             live[between] += nbytes
-    actions = [x for x in instructions if not isinstance(x, Free)]
+    actions = [x for x in instructions if isinstance(x, Action)]
     moved = judge(graph, costs, actions)
     later = moved.usage.seconds > judged.usage.seconds
     return judged if later or moved.usage.peak_bytes > budget.memory_bytes else moved

@@ -1,0 +1,264 @@
+"""Consecutive computes as one executable, where that fits: `Program -> Program`.
+
+A node that takes microseconds costs more to start than to compute, and XLA makes less
+of nodes that it sees one by one. A fused run holds all that it reads until its end, so
+it takes more memory than its nodes in turn; it is used where XLA's own analysis says
+that the budget holds.
+"""
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+
+from poet_jax.compile import Unit, compile_nodes, compile_units, is_plain
+from poet_jax.plan import Compute, PageIn, PageOut
+from poet_jax.price import Costs
+from poet_jax.program import Free, Fused, Instruction, Program
+
+# A run that XLA gave more memory than guessed is guessed again with this margin.
+MARGIN = 1.1
+
+
+def fuse(program: Program, costs: Costs, memory_bytes: float) -> Program:
+    """`program` with runs of computes as `Fused`, each within `memory_bytes`.
+
+    Time and transfers are those of `program`, and so are results, but for the rounding
+    of equations that XLA computes in one pass; memory inside a run differs. Runs are as
+    long as possible: their length is guessed from the sizes of values, then they are
+    compiled, and one that XLA gives more memory than guessed is cut again.
+    """
+    graph = program.graph
+    if not all(node.equations for node in graph.nodes):
+        return program  # an instance, which nobody runs
+    scratch = [x.scratch_bytes for x in compile_nodes(graph)]
+    fitting: list[Stretch] = []
+    waiting = [x for run in _stretches(program, costs) for x in run.cut(memory_bytes)]
+    while waiting:
+        executables = compile_units(graph, [run.unit for run in waiting])
+        too_large = []
+        for run, executable in zip(waiting, executables, strict=True):
+            extra = max(scratch[number] for number in run.unit.nodes)
+            run = run.with_workspace(executable.workspace_bytes + extra)
+            fits = run.needed_bytes <= memory_bytes
+            (fitting if fits else too_large).append(run)
+        waiting = [x for run in too_large for x in run.cut(memory_bytes)]
+    return replace(program, fitting)
+
+
+def replace(program: Program, stretches: Iterable["Stretch"]) -> Program:
+    """`program` with each of the stretches, which do not overlap, as one `Fused`."""
+    instructions: list[Instruction] = []
+    row = 0
+    for stretch in sorted(stretches, key=lambda stretch: stretch.start):
+        instructions.extend(program.instructions[row : stretch.start])
+        instructions.extend(stretch.instructions())
+        row = stretch.stop
+    instructions.extend(program.instructions[row:])
+    return dataclasses.replace(program, instructions=tuple(instructions))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stretch:
+    """Rows `start` to `stop` of a program, computes and frees, to run as one.
+
+    Attributes:
+      live_bytes: in RAM before.
+      workspace_bytes: of the rows as one executable, once compiled.
+      factor: of XLA's workspace over the guess, where that was too small.
+    """
+
+    program: Program
+    costs: Costs
+    start: int
+    stop: int
+    live_bytes: int
+    workspace_bytes: int | None = None
+    factor: float = 1.0
+
+    @classmethod
+    def all_of(cls, program: Program, costs: Costs) -> "Stretch":
+        """The whole of a program that has computes and frees only."""
+        live_bytes = sum(int(costs.nbytes[v]) for v in program.graph.initial)
+        return cls(program, costs, 0, len(program.instructions), live_bytes)
+
+    @functools.cached_property
+    def rows(self) -> tuple[Instruction, ...]:
+        return self.program.instructions[self.start : self.stop]
+
+    @functools.cached_property
+    def nodes(self) -> tuple[int, ...]:
+        return tuple(x.node for x in self.rows if isinstance(x, Compute))
+
+    @functools.cached_property
+    def freed(self) -> dict[int, None]:
+        return dict.fromkeys(x.value for x in self.rows if isinstance(x, Free))
+
+    @functools.cached_property
+    def unit(self) -> Unit:
+        """What is compiled: a result takes the memory of an equal operand that goes."""
+        made = [v for n in self.nodes for v in self.program.graph.nodes[n].writes]
+        writes = tuple(v for v in made if v not in self.freed)
+        reads = self.program.reads(Fused(self.nodes, writes))
+        free = defaultdict(list)
+        for value in sorted(self.freed.keys() & set(reads), reverse=True):
+            free[self._kind(value)].append(value)
+        values = self.program.graph.values
+        replaces = tuple(
+            (free[self._kind(value)].pop(), value)
+            for value in writes
+            if is_plain(values[value].dtype) and free[self._kind(value)]
+        )
+        return Unit(self.nodes, reads, writes, replaces)
+
+    def _kind(self, value: int) -> tuple:
+        described = self.program.graph.values[value]
+        return described.shape, described.dtype
+
+    def _bytes(self, values: Iterable[int]) -> int:
+        return sum(int(self.costs.nbytes[v]) for v in values)
+
+    @functools.cached_property
+    def guessed_bytes(self) -> int:
+        """Its workspace, if what stays inside lives as long as in the program."""
+        inside: set[int] = set()
+        alive = most = 0
+        for x in self.rows:
+            if isinstance(x, Compute):
+                written = self.program.graph.nodes[x.node].writes
+                inside.update(v for v in written if v in self.freed)
+                alive += self._bytes(v for v in written if v in self.freed)
+                most = max(most, alive + int(self.costs.workspace_bytes[x.node]))
+            elif isinstance(x, Free) and x.value in inside:
+                alive -= self._bytes([x.value])
+        return most
+
+    @property
+    def needed_bytes(self) -> float:
+        """RAM while it runs, measured or guessed."""
+        workspace = self.workspace_bytes
+        if workspace is None:
+            workspace = self.factor * self.guessed_bytes
+        replaced = self._bytes(old for old, _ in self.unit.replaces)
+        return self.live_bytes + self._bytes(self.unit.writes) - replaced + workspace
+
+    def with_workspace(self, workspace_bytes: int) -> "Stretch":
+        """The same rows with what they really take."""
+        factor = MARGIN * workspace_bytes / max(self.guessed_bytes, 1)
+        return dataclasses.replace(
+            self, workspace_bytes=workspace_bytes, factor=max(self.factor, factor)
+        )
+
+    def with_need(self, needed_bytes: int) -> "Stretch":
+        """The same rows, which take `needed_bytes` in all while they run."""
+        empty = dataclasses.replace(self, workspace_bytes=0)
+        workspace_bytes = needed_bytes - int(empty.needed_bytes)
+        return self.with_workspace(max(workspace_bytes, 0))
+
+    def cut(self, memory_bytes: float) -> list["Stretch"]:
+        """Parts of it of two computes or more that fit, it is guessed, in order.
+
+        Parts are as long as they can be. A run that was measured is cut at least once.
+        """
+        computes = [n for n, x in enumerate(self.rows) if isinstance(x, Compute)]
+        ends = [*computes[1:], len(self.rows)]
+        live = [self.live_bytes]
+        for x in self.rows:
+            change = -self._bytes([x.value]) if isinstance(x, Free) else 0
+            live.append(live[-1] + change + self._bytes(self.program.writes(x)))
+        parts = []
+        first = 0
+        while first < len(computes):
+
+            def part(last: int, first: int = first) -> Stretch:
+                return dataclasses.replace(
+                    self,
+                    start=self.start + computes[first],
+                    stop=self.start + ends[last],
+                    live_bytes=live[computes[first]],
+                    workspace_bytes=None,
+                )
+
+            whole = self.workspace_bytes is not None and first == 0
+            low, high = first, len(computes) - 1 - whole
+            last = high
+            while low < high:
+                if part(last).needed_bytes <= memory_bytes:
+                    low = last
+                else:
+                    high = last - 1
+                last = (low + high + 1) // 2
+            if low > first:
+                parts.append(part(low))
+            first = low + 1
+        return parts
+
+    def instructions(self) -> Iterator[Instruction]:
+        """What stands for the rows: the run, and the frees that it does not do."""
+        unit = self.unit
+        made = {v for n in unit.nodes for v in self.program.graph.nodes[n].writes}
+        replaced = {old for old, _ in unit.replaces}
+        yield Fused(
+            unit.nodes, unit.writes, unit.replaces, int(self.workspace_bytes or 0)
+        )
+        for value in self.freed:
+            if value not in made and value not in replaced:
+                yield Free(value)
+
+
+def _stretches(program: Program, costs: Costs) -> Iterator[Stretch]:
+    """The longest runs that mean the same as one executable, whatever they take.
+
+    A run ends before a transfer, before a node that waits for one, that has effects, or
+    that writes what the run has met, and before a free that waits.
+    """
+    nbytes = costs.nbytes
+    resident = set(program.graph.initial)
+    loading: set[int] = set()
+    saving: set[int] = set()
+    met: set[int] = set()
+    live = sum(int(nbytes[v]) for v in resident)
+    start, start_bytes = -1, 0
+
+    def run(stop: int) -> Iterator[Stretch]:
+        nonlocal start
+        if start >= 0:
+            yield Stretch(program, costs, start, stop, start_bytes)
+        start = -1
+        met.clear()
+
+    for row, x in enumerate(program.instructions):
+        match x:
+            case Compute(number):
+                node = program.graph.nodes[number]
+                touched = {*node.reads, *node.writes}
+                repeats = not met.isdisjoint(node.writes)
+                if repeats or not loading.isdisjoint(node.reads):
+                    yield from run(row)
+                loading.difference_update(node.reads)
+                new = [v for v in node.writes if v not in resident]
+                if len(new) < len(node.writes) or not node.repeatable:
+                    yield from run(row)  # it stays alone
+                elif start < 0:
+                    start, start_bytes = row, live
+                met |= touched
+                resident.update(new)
+                live += sum(int(nbytes[v]) for v in new)
+            case Free(value):
+                if value in saving or value in loading:
+                    yield from run(row)
+                saving.discard(value)
+                loading.discard(value)
+                met.add(value)
+                resident.remove(value)
+                live -= int(nbytes[value])
+            case PageOut(value):
+                yield from run(row)
+                saving.add(value)
+            case PageIn(value):
+                yield from run(row)
+                loading.add(value)
+                if value not in resident:
+                    resident.add(value)
+                    live += int(nbytes[value])
+    yield from run(len(program.instructions))

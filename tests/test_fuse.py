@@ -1,0 +1,279 @@
+"""Runs of nodes as one executable: the same numbers, time and transfers within the
+budget; and the whole step as `jax.jit` where the budget covers that."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from hypothesis import given, settings
+from strategies import DEVICE, HEURISTICS, attempt, peak_bytes, programs
+from toy import W, X, gradient, loss
+
+import poet_jax
+from poet_jax.fuse import fuse
+from poet_jax.program import Free, Fused, computed
+
+MILP = poet_jax.MilpPlanner(time_limit_seconds=3)
+GENEROUS = {"device": DEVICE, "planner": poet_jax.greedy}
+
+
+def assert_close(left, right):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), left, right
+    )
+
+
+def donating(step):
+    """`step` of (weights, x) with its weights donated, and fresh arguments for it."""
+    return jax.jit(step, donate_argnums=0)
+
+
+@settings(max_examples=12)
+@given(case=programs())
+def test_fusing_changes_memory_within_the_budget_and_nothing_else(case):
+    step, args = case
+    expected = jax.jit(step)(*args)
+    graph = poet_jax.order(poet_jax.coarsen(poet_jax.trace(donating(step), *args)))
+    costs = poet_jax.price(graph, DEVICE)
+    for planner in (*HEURISTICS.values(), MILP):
+        for share in (0.6, 0.8, 1.0, 1.3):
+            memory = int(share * peak_bytes(graph, costs))
+            plan = attempt(planner, graph, costs, memory)
+            if isinstance(plan, poet_jax.BudgetTooSmall):
+                continue
+            program = poet_jax.lower(graph, plan)
+            fused = fuse(program, costs, memory)
+            before, after = (poet_jax.simulate(p, costs) for p in (program, fused))
+            assert after.peak_bytes <= memory
+            assert after.seconds == pytest.approx(before.seconds, rel=1e-9)
+            assert after.joules == pytest.approx(before.joules, rel=1e-9)
+            assert after.store_bytes == before.store_bytes
+            nodes = [[n for x in p.instructions for n in computed(x)]
+                     for p in (program, fused)]  # fmt: skip
+            assert nodes[0] == nodes[1]
+            runs = [x for x in fused.instructions if isinstance(x, Fused)]
+            assert all(len(set(x.nodes)) == len(x.nodes) > 1 for x in runs)
+            runner = poet_jax.HostExecutor(poet_jax.HostStore())(fused)
+            outputs = runner(jax.tree.map(jnp.copy, args[0]), args[1])
+            assert_close(outputs, expected)
+            assert runner.last_run.peak_bytes == after.peak_bytes
+            assert runner.last_run.bytes_paged_in == before.bytes_paged_in
+
+
+def test_with_room_for_everything_all_nodes_are_one_run_which_writes_over_the_state():
+    def step(state, x):
+        value, slope = jax.value_and_grad(loss)(state["w"], x)
+        momentum = 0.9 * state["momentum"] + slope
+        return {"w": state["w"] - momentum, "momentum": momentum}, value
+
+    state = {"w": W, "momentum": jnp.zeros_like(W)}
+    graph = poet_jax.order(poet_jax.coarsen(poet_jax.trace(donating(step), state, X)))
+    costs = poet_jax.price(graph, DEVICE)
+    plan = poet_jax.keep_all(graph, costs, poet_jax.Budget(2**30))
+    (run,) = fuse(poet_jax.lower(graph, plan), costs, 2**30).instructions
+    assert isinstance(run, Fused)
+    named = [tuple(graph.values[v].name for v in pair) for pair in run.replaces]
+    assert {old for old, _ in named} == {"arg0/w", "arg0/momentum"}
+    assert {new for _, new in run.replaces} == set(graph.outputs[:2])
+
+
+def test_a_budget_too_tight_for_any_run_leaves_the_program_as_it_is():
+    graph = poet_jax.order(poet_jax.coarsen(poet_jax.trace(gradient, W, X)))
+    costs = poet_jax.price(graph, DEVICE)
+    plan = poet_jax.keep_all(graph, costs, poet_jax.Budget(2**30))
+    program = poet_jax.lower(graph, plan)
+    assert fuse(program, costs, 1).instructions == program.instructions
+
+
+def test_an_argument_given_twice_is_not_written_over_while_it_is_needed():
+    def step(a, b):
+        return jnp.tanh(a) * 2 + 1, jnp.sin(b).sum()
+
+    traced = poet_jax.trace(jax.jit(step, donate_argnums=(0, 1)), X, X)
+    graph = poet_jax.order(traced)  # an equation is a node
+    costs = poet_jax.price(graph, DEVICE)
+    plan = poet_jax.keep_all(graph, costs, poet_jax.Budget(2**30))
+    fused = fuse(poet_jax.lower(graph, plan), costs, 2**30)
+    both = jnp.array(X)
+    outputs = poet_jax.HostExecutor()(fused)(both, both)
+    assert_close(outputs, jax.jit(step)(X, X))
+
+
+def test_transfers_and_what_waits_for_them_stay_where_they_were():
+    graph = poet_jax.order(poet_jax.coarsen(poet_jax.trace(gradient, W, X)))
+    costs = poet_jax.price(graph, DEVICE)
+    budget = poet_jax.Budget(int(0.7 * peak_bytes(graph, costs)))
+    program = poet_jax.lower(graph, poet_jax.paging_only(graph, costs, budget))
+    assert program.last_page_in
+    fused = fuse(program, costs, budget.memory_bytes)
+    assert any(isinstance(x, Fused) for x in fused.instructions)
+
+    def order(program):
+        """Transfers, and the nodes between two of them."""
+        rows, nodes = [], []
+        for x in program.instructions:
+            if computed(x):
+                nodes.extend(computed(x))
+            elif not isinstance(x, Free):
+                rows.append((tuple(nodes), x))
+                nodes = []
+        return rows
+
+    assert order(fused) == order(program)
+
+
+# The whole step.
+
+
+def whole(fun, **options):
+    return poet_jax.schedule(fun, "1GiB", **(GENEROUS | options))
+
+
+def test_a_budget_above_what_jit_needs_runs_jit_to_the_bit():
+    scheduled = whole(jax.value_and_grad(loss))
+    for x in (X, X + 1):
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            scheduled(W, x),
+            jax.jit(jax.value_and_grad(loss))(W, x),
+        )
+    schedule = scheduled.plan(W, X)
+    assert len(schedule.program.instructions) == 1
+    assert "as under jax.jit" in str(schedule)
+    assert schedule.plan.status is poet_jax.Status.OPTIMAL
+    assert scheduled.last_run.peak_bytes == schedule.usage.peak_bytes
+    assert scheduled.last_run.seconds > 0
+
+
+def test_the_peak_of_a_whole_step_is_xlas_own():
+    jitted = jax.jit(gradient)
+    analysis = jitted.lower(W, X).compile().memory_analysis()
+    expected = (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        + analysis.temp_size_in_bytes
+    )
+    exactly = poet_jax.schedule(gradient, expected, **GENEROUS)
+    assert exactly.plan(W, X).usage.peak_bytes == expected
+    less = poet_jax.schedule(gradient, expected - 1, **GENEROUS).plan(W, X)
+    assert less.usage.peak_bytes < expected
+    assert len(less.program.instructions) > 1
+
+
+def test_other_shapes_are_planned_before_they_run_and_old_ones_stay_known(caplog):
+    seen = []
+
+    @poet_jax.schedule(budget="1GiB", static_argnames="power", **GENEROUS)
+    def fun(x, power=1):
+        seen.append(x.shape)
+        return (x**power).sum()
+
+    for shape in ((3,), (4,), (3,), (4,)):
+        assert fun(jnp.full(shape, 2.0)) == 2 * shape[0]
+    traced = len(seen)
+    assert fun(jnp.full((3,), 2.0), power=2) == 12
+    assert len(seen) > traced
+    assert [r.getMessage() for r in caplog.records if "planning" in r.getMessage()]
+    traced = len(seen)
+    for shape, static in (((3,), {}), ((4,), {}), ((3,), {"power": 2})):
+        value = fun(jnp.full(shape, 2.0), **static)
+        assert value == 2 ** static.get("power", 1) * shape[0]
+    assert len(seen) == traced
+
+
+def test_a_step_that_does_not_fit_is_planned_after_one_that_did():
+    """Two shapes in turn, of which only the small one runs as a whole."""
+    small, large = X[:16], jnp.tile(X, (8, 1))
+    analysis = jax.jit(gradient).lower(W, small).compile().memory_analysis()
+    least = peak_of_leanest_plan(W, large)
+    budget = max(least, analysis.temp_size_in_bytes + 4 * W.nbytes)
+    scheduled = poet_jax.schedule(gradient, budget, **GENEROUS)
+    for x in (small, large, small, large):
+        assert_close(scheduled(W, x), jax.jit(gradient)(W, x))
+        usage = scheduled.plan(W, x).usage
+        assert scheduled.last_run.peak_bytes == usage.peak_bytes <= budget
+    assert len(scheduled.plan(W, small).program.instructions) == 1
+    assert len(scheduled.plan(W, large).program.instructions) > 1
+
+
+def peak_of_leanest_plan(*args):
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        poet_jax.schedule(
+            gradient, 1, executor=poet_jax.HostExecutor(fuse=False), **GENEROUS
+        ).plan(*args)
+    return caught.value.smallest_bytes
+
+
+def test_a_new_setting_of_jax_is_not_a_new_plan():
+    scheduled = whole(gradient)
+    scheduled(W, X)
+    with jax.default_matmul_precision("highest"):
+        assert_close(scheduled(W, X), jax.jit(gradient)(W, X))
+    assert len(scheduled._schedules) == 1
+
+
+def test_a_whole_step_may_be_transformed_and_traced_over():
+    scheduled = whole(loss)
+    assert_close(scheduled(W, X), loss(W, X))
+    assert_close(jax.grad(scheduled)(W, X), gradient(W, X))
+    assert_close(jax.jit(scheduled)(W, X), loss(W, X))
+    xs = jnp.stack([X, 2 * X])
+    each = jax.vmap(scheduled, in_axes=(None, 0))(W, xs)
+    assert_close(each, jnp.stack([loss(W, x) for x in xs]))
+    assert_close(jax.jit(lambda: scheduled(W, X))(), loss(W, X))
+    assert_close(scheduled(W, X), loss(W, X))
+
+
+def test_donation_and_results_that_are_arguments_are_those_of_jit():
+    def step(state, x):
+        return {"w": state["w"] - 0.1 * x.T @ x, "key": state["key"]}, x
+
+    scheduled = whole(step, donate_argnums=0)
+    state = {"w": jnp.array(W), "key": jnp.arange(3)}
+    given = state["w"]
+    for _ in range(3):
+        state, x = scheduled(state, X)
+    assert given.is_deleted()
+    assert_close(x, X)
+    assert_close(state["w"], W - 0.3 * X.T @ X)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.first = nnx.Linear(8, 16, rngs=rngs)
+        self.norm = nnx.BatchNorm(16, rngs=rngs)
+        self.dropout = nnx.Dropout(0.2, rngs=rngs)
+        self.last = nnx.Linear(16, 8, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(self.dropout(jax.nn.relu(self.norm(self.first(x)))))
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x, train=True):
+        x = nn.BatchNorm(use_running_average=not train)(nn.Dense(16)(x))
+        x = nn.Dropout(0.2, deterministic=not train)(jax.nn.relu(x))
+        return nn.Dense(8)(x)
+
+
+BATCH = jnp.linspace(-1, 1, 64).reshape(8, 8), jnp.arange(8) % 8
+
+
+def test_a_flax_training_loop_is_the_same_whole_fused_and_node_by_node():
+    executors = [poet_jax.HostExecutor(), poet_jax.HostExecutor(fuse=False)]
+    losses, linen_losses = [], []
+    for executor in executors:
+        options = GENEROUS | {"executor": executor}
+        step = poet_jax.train_step(Net(nnx.Rngs(0)), "1GiB", **options)
+        losses.append([float(step(BATCH)) for _ in range(5)])
+        linen = poet_jax.train_step(LinenNet(), "1GiB", **options)
+        state = linen.init(jax.random.key(0), BATCH)
+        linen_losses.append([])
+        for _ in range(5):
+            state, metrics = linen(state, BATCH)
+            linen_losses[-1].append(float(metrics["loss"]))
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+    np.testing.assert_allclose(*linen_losses, rtol=1e-4)
