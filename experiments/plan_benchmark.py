@@ -23,14 +23,12 @@ import resource
 import time
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags, logging
-from flax import nnx
 
 import poet_jax
-from experiments.models import load_for_model, loss_fn, make_model
+from experiments.steps import flax_case, skips_case, training_step, unet_case
 from poet_jax.errors import BudgetTooSmall
 from poet_jax.planners.judge import keep_everything
 
@@ -50,16 +48,17 @@ OUTPUT = flags.DEFINE_string(
 )
 PLOT = flags.DEFINE_bool("plot", False, "Only draw the figure of the rows there are.")
 
-# Name of the graph: model, examples in a batch, dataset.
-MODELS = {
-    "resnet18": ("resnet18", 32, "photos"),
-    "bert2": ("bert:layers=2,length=128", 8, "text"),
-    "bert6": ("bert:layers=6,length=128", 8, "text"),
-    "bert12": ("bert:layers=12,length=128", 8, "text"),
-    "gpt12": ("gpt:layers=12,length=256", 8, "text"),
-    "gpt24": ("gpt:layers=24,length=256", 8, "text"),
-    "vgg16": ("vgg16", 32, "photos"),
-    "resnet50": ("resnet50", 32, "photos"),
+CASES = {
+    "resnet18": flax_case("resnet18", 32, "photos"),
+    "bert2": flax_case("bert:layers=2,length=128", 8, "text"),
+    "bert6": flax_case("bert:layers=6,length=128", 8, "text"),
+    "bert12": flax_case("bert:layers=12,length=128", 8, "text"),
+    "gpt12": flax_case("gpt:layers=12,length=256", 8, "text"),
+    "gpt24": flax_case("gpt:layers=24,length=256", 8, "text"),
+    "vgg16": flax_case("vgg16", 32, "photos"),
+    "resnet50": flax_case("resnet50", 32, "photos"),
+    "unet": unet_case(),
+    "skips": skips_case(),
 }
 DEVICE = poet_jax.DeviceProfile(
     name="60 GFLOP/s, 8 GB/s",
@@ -78,104 +77,20 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def model_graph(name: str, kind: str) -> poet_jax.Graph:
-    """The graph of a step of a Flax model, traced on shapes."""
-    model_name, batch_size, dataset_name = MODELS[name]
-    dataset = load_for_model(model_name, dataset_name)
-    batch = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.asarray(x).dtype),
-        next(iter(dataset.batches(batch_size, 0, 1))),
-    )
-    model = nnx.eval_shape(
-        lambda: make_model(model_name, "nnx", dataset_spec=dataset.spec, seed=0)
-    )
-    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
-
-    def loss(params, rest, batch):
-        model = nnx.merge(graphdef, params, rest, copy=True)
-        value = loss_fn(model, batch)
-        return value, nnx.split(model, nnx.Param, ...)[2]
-
-    return training_graph(loss, kind, params, rest, batch)
-
-
-def training_graph(loss, kind: str, params, rest, batch) -> poet_jax.Graph:
-    """The graph of `loss(params, rest, batch) -> (loss, rest)` and what follows."""
-    optimizer = optax.adamw(1e-3)
-
-    def gradient(params, rest, batch):
-        return jax.value_and_grad(loss, has_aux=True)(params, rest, batch)
-
-    def step(params, rest, moments, batch):
-        (value, rest), gradients = gradient(params, rest, batch)
-        updates, moments = optimizer.update(gradients, moments, params)
-        return value, optax.apply_updates(params, updates), rest, moments
+def traced(name: str, kind: str) -> poet_jax.Graph:
+    """The graph of a step, or of its gradient alone, traced on shapes."""
+    case = CASES[name]
+    params, rest, batch = jax.eval_shape(case.init)
 
     if kind == "gradient":
-        traced = poet_jax.trace(jax.jit(gradient), params, rest, batch)
+        gradient = jax.value_and_grad(case.loss, has_aux=True)
+        graph = poet_jax.trace(jax.jit(gradient), params, rest, batch)
     else:
+        optimizer = optax.adamw(1e-3)
         moments = jax.eval_shape(optimizer.init, params)
-        jitted = jax.jit(step, donate_argnums=(0, 1, 2))
-        traced = poet_jax.trace(jitted, params, rest, moments, batch)
-    return poet_jax.order(poet_jax.coarsen(traced))
-
-
-def convolution(x, kernel):
-    return jax.lax.conv_general_dilated(
-        x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-    )
-
-
-def unet_graph(kind: str) -> poet_jax.Graph:
-    """A U-Net (Ronneberger et al. 2015) of four levels on 16 images of 64x64x3."""
-    widths = (32, 64, 128, 256)
-    shapes, before = {}, 3
-    for level, width in enumerate(widths):
-        shapes[f"down{level}"] = [(3, 3, before, width), (3, 3, width, width)]
-        before = width
-    for level, width in reversed(list(enumerate(widths[:-1]))):
-        shapes[f"up{level}"] = [(3, 3, before + width, width), (3, 3, width, width)]
-        before = width
-    shapes["head"] = [(1, 1, before, 1)]
-
-    def loss(params, rest, batch):
-        x, skips = batch, []
-        for level in range(len(widths)):
-            if level:
-                x = -jax.lax.reduce_window(
-                    -x, jnp.inf, jax.lax.min, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"
-                )
-            for kernel in params[f"down{level}"]:
-                x = jax.nn.relu(convolution(x, kernel))
-            skips.append(x)
-        for level in reversed(range(len(widths) - 1)):
-            x = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)
-            x = jnp.concatenate([x, skips[level]], -1)
-            for kernel in params[f"up{level}"]:
-                x = jax.nn.relu(convolution(x, kernel))
-        return jnp.mean(convolution(x, params["head"][0]) ** 2), rest
-
-    params = {
-        name: [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in kernels]
-        for name, kernels in shapes.items()
-    }
-    batch = jax.ShapeDtypeStruct((16, 64, 64, 3), jnp.float32)
-    return training_graph(loss, kind, params, (), batch)
-
-
-def skips_graph(kind: str) -> poet_jax.Graph:
-    """Thirty-two layers, each of which also reads what half as many layers made."""
-    layers, width = 32, 512
-
-    def loss(params, rest, batch):
-        made = [batch]
-        for number, kernel in enumerate(params):
-            made.append(jnp.tanh(made[-1] @ kernel) + made[(number + 1) // 2])
-        return jnp.mean(made[-1] ** 2), rest
-
-    params = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers
-    batch = jax.ShapeDtypeStruct((4096, width), jnp.float32)
-    return training_graph(loss, kind, params, (), batch)
+        step = jax.jit(training_step(case.loss, optimizer), donate_argnums=0)
+        graph = poet_jax.trace(step, (params, rest, moments), batch)
+    return poet_jax.order(poet_jax.coarsen(graph))
 
 
 def instance_paths() -> dict[str, pathlib.Path]:
@@ -191,8 +106,7 @@ def load(name: str, kind: str) -> tuple[poet_jax.Graph, poet_jax.Costs]:
     start = time.monotonic()
     if kind == "instance":
         return poet_jax.load_instance(instance_paths()[name])
-    makers = {"unet": unet_graph, "skips": skips_graph}
-    graph = makers[name](kind) if name in makers else model_graph(name, kind)
+    graph = traced(name, kind)
     costs = poet_jax.price(graph, DEVICE)
     costs = dataclasses.replace(costs, joules=costs.seconds)  # a watt throughout
     seconds = time.monotonic() - start
@@ -240,9 +154,7 @@ def measure(graph, costs, budget, name) -> dict[str, object]:
 def run(path: pathlib.Path) -> None:
     rows = read(path)
     done = {(r["graph"], r["kind"], r["share"], r["planner"]) for r in rows}
-    names = [
-        (name, kind) for name in (*MODELS, "unet", "skips") for kind in KINDS.value
-    ]
+    names = [(name, kind) for name in CASES for kind in KINDS.value]
     names += [(name, "instance") for name in instance_paths()]
     with open(path, "a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)

@@ -29,12 +29,6 @@ def decisions(program: Program) -> dict[int, str]:
     return result
 
 
-def is_whole(program: Program) -> bool:
-    """Whether all nodes run as one executable."""
-    runs = [x for x in program.instructions if computed(x)]
-    return len(runs) == 1 and isinstance(runs[0], Fused)
-
-
 def table(
     graph: Graph,
     budget: Budget,
@@ -67,7 +61,7 @@ def table(
     ]
     if budget.memory_bytes >= baseline.peak_bytes:
         lines.append("  The budget covers keep-all: nothing is repeated or paged.")
-    if len(graph.nodes) > 1 and is_whole(program):
+    if program.computes == 1 < len(graph.nodes):
         lines.append("  The step is one executable, as under jax.jit.")
     return "\n".join(lines)
 

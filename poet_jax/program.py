@@ -69,6 +69,11 @@ class Program:
         }
 
     @functools.cached_property
+    def computes(self) -> int:
+        """How many executables run."""
+        return sum(bool(computed(x)) for x in self.instructions)
+
+    @functools.cached_property
     def recomputed(self) -> int:
         """How many `Compute`s run a node again."""
         computes = [node for x in self.instructions for node in computed(x)]

@@ -41,6 +41,8 @@ class Run:
         came and went.
       bytes_paged_in, bytes_paged_out: moved from and to the store.
       recomputed: nodes that ran again.
+      storage_seconds: that reading and writing took.
+      waiting_seconds: of these, those for which computing stood still.
     """
 
     seconds: float
@@ -48,6 +50,13 @@ class Run:
     bytes_paged_in: int
     bytes_paged_out: int
     recomputed: int
+    storage_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Storage seconds under which computing went on."""
+        return max(0.0, self.storage_seconds - self.waiting_seconds)
 
     def __str__(self) -> str:
         return (
@@ -217,6 +226,8 @@ class Runner:
             bytes_paged_in=step.bytes_paged_in,
             bytes_paged_out=step.bytes_paged_out,
             recomputed=self.program.recomputed,
+            storage_seconds=step.storage_seconds,
+            waiting_seconds=step.waiting_seconds,
         )
         return [step.arrays[v] for v in self.program.graph.outputs]
 
@@ -241,6 +252,7 @@ class _Step:
         self.live_bytes = sum(runner.nbytes[v] for v in self.arrays)
         self.peak_bytes = self.live_bytes
         self.bytes_paged_in = self.bytes_paged_out = 0
+        self.storage_seconds = self.waiting_seconds = 0.0
         self.row = -1
         self.pool = pool
         self.pool.begin(self.live_bytes)
@@ -293,12 +305,12 @@ class _Step:
     def ready(self, value: int) -> jax.Array:
         """The array of a value in RAM, after its page-in if one is under way."""
         if value in self.loading:
-            self.arrays[value] = self.loading.pop(value).result()
+            self.arrays[value] = self.wait(self.loading.pop(value))
         return self.arrays[value]
 
     def free(self, value: int) -> None:
         if value in self.saving:
-            self.saving.pop(value).result()
+            self.wait(self.saving.pop(value))
         array = self.ready(value)
         del self.arrays[value]
         self.count(-self.runner.nbytes[value])
@@ -316,15 +328,27 @@ class _Step:
             return not self.holders[id(array)]
         return True
 
+    def wait(self, future: concurrent.futures.Future) -> Any:
+        """The result of a transfer."""
+        start = time.perf_counter()
+        try:
+            return future.result()
+        finally:
+            self.waiting_seconds += time.perf_counter() - start
+
     def save(self, value: int, array: jax.Array) -> None:
+        start = time.perf_counter()
         self.store.write(value, self.bytes_of(array), self.graph.values[value].name)
-        self.bytes_paged_out += array.nbytes
+        self.bytes_paged_out += self.runner.nbytes[value]
+        self.storage_seconds += time.perf_counter() - start
 
     def load(self, value: int, array: jax.Array | None, last: bool) -> jax.Array:
         description = self.graph.values[value]
         data = np.empty(description.nbytes, np.uint8) if array is None else view(array)
+        start = time.perf_counter()
         self.store.read(value, data, description.name)
         self.bytes_paged_in += data.nbytes
+        self.storage_seconds += time.perf_counter() - start
         if last:
             self.store.delete(value)
         if array is not None:
@@ -347,7 +371,7 @@ class _Step:
         for value in list(self.loading):
             self.ready(value)
         for future in self.saving.values():
-            future.result()
+            self.wait(future)
 
     def close(self) -> None:
         """Stop the storage thread and leave the store empty, also after an error."""

@@ -1,0 +1,163 @@
+"""A training step under a limit that the operating system enforces.
+
+    python -m experiments.hard_limit
+
+Two child processes in turn, one that trains with poet_jax within a budget and one that
+trains with `jax.jit`, get everything ready: data, state, compiled executables. Then a
+memory limit is set on them: what they hold at that moment, without the step's
+arguments, plus the budget and 8 MiB. They run three steps. The child with a budget
+finishes; the other is killed by the kernel. Both outcomes are printed, and written to
+a file of the model's name in experiments/results/hard_limit. Needs Linux and a memory
+cgroup that this user may make: root has that in most containers. Takes about two
+minutes on two cores.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import jax
+import optax
+from absl import app, flags
+
+import poet_jax
+from experiments.steps import flax_case, training_step
+from poet_jax import heap
+from poet_jax.units import format_bytes
+
+MODEL = flags.DEFINE_string("model", "resnet18", "Model; see experiments.models.")
+DATASET = flags.DEFINE_string("dataset", "photos", "Dataset; see experiments.data.")
+BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Examples in a batch.", 1)
+BUDGET = flags.DEFINE_string("budget", "40%", "Budget: a size or a percentage.")
+TIME_LIMIT = flags.DEFINE_float("time_limit", 25.0, "Seconds for the planner.")
+STEPS = flags.DEFINE_integer("steps", 3, "Steps under the limit.", 1)
+OUTPUT = flags.DEFINE_string(
+    "output", "experiments/results/hard_limit", "Folder for the outcomes."
+)
+CHILD = flags.DEFINE_enum(
+    "child", None, ["poet_jax", "jax.jit"], "For the program's own children."
+)
+LIMIT = flags.DEFINE_integer("budget_bytes", None, "For the program's own children.")
+SLACK_BYTES = 8 * 2**20
+ROOT = pathlib.Path("/sys/fs/cgroup")
+
+
+class MemoryGroup:
+    """A cgroup, of version 1 or 2, in which processes share a limit."""
+
+    def __init__(self, name: str):
+        old, new = ROOT / "memory", ROOT / "cgroup.controllers"
+        self._is_new = new.exists()
+        parent = ROOT if self._is_new else old
+        self.folder = parent / name
+        try:
+            if self._is_new and "memory" not in new.read_text().split():
+                raise OSError("no memory controller")
+            self.folder.mkdir()
+        except OSError as error:
+            raise OSError(
+                f"A memory cgroup was to be made in {parent}, which failed: {error}. "
+                "The experiment needs Linux and the right to make one. Run it as root, "
+                "or in a container that passes the memory cgroup on."
+            ) from error
+
+    def add(self, pid: int) -> None:
+        (self.folder / "cgroup.procs").write_text(str(pid))
+
+    def limit(self, more_bytes: int) -> int:
+        """Allow `more_bytes` over the anonymous memory held now; the limit."""
+        text = (self.folder / "memory.stat").read_text()
+        held = dict(line.split() for line in text.splitlines())
+        limit = int(held["anon" if self._is_new else "rss"]) + more_bytes
+        name = "memory.max" if self._is_new else "memory.limit_in_bytes"
+        (self.folder / name).write_text(str(limit))
+        return limit
+
+    def remove(self) -> None:
+        self.folder.rmdir()
+
+
+def child(kind: str) -> None:
+    """Get ready, say so, wait for a line on standard input, and train."""
+    case = flax_case(MODEL.value, BATCH_SIZE.value, DATASET.value)
+    optimizer = optax.adamw(1e-3)
+    params, rest, batch = case.init()
+    state = params, rest, optimizer.init(params)
+    plain = training_step(case.loss, optimizer)
+    step, budget_bytes = jax.jit(plain, donate_argnums=0), LIMIT.value
+    if kind == "poet_jax":
+        planner = poet_jax.MilpPlanner(time_limit_seconds=TIME_LIMIT.value)
+        step = poet_jax.schedule(plain, BUDGET.value, planner=planner, donate_argnums=0)
+        budget_bytes = step.plan(state, batch).budget.memory_bytes
+    state, loss = jax.block_until_ready(step(state, batch))
+    argument_bytes = sum(x.nbytes for x in jax.tree.leaves((state, batch)))
+    heap.release()
+    print(json.dumps({"arguments": argument_bytes, "budget": budget_bytes}), flush=True)
+    sys.stdin.readline()
+    for _ in range(STEPS.value):
+        state, loss = jax.block_until_ready(step(state, batch))
+    print(json.dumps({"loss": float(loss)}), flush=True)
+
+
+def outcome(kind: str, budget_bytes: int | None) -> dict[str, object]:
+    """Run a child of `kind` under its limit, and say what became of it."""
+    group = MemoryGroup(f"poet_jax-{os.getpid()}")
+    command = [sys.executable, "-m", "experiments.hard_limit", *sys.argv[1:]]
+    command += [f"--child={kind}", f"--budget_bytes={budget_bytes or 0}"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        group.add(process.pid)
+        assert process.stdout is not None and process.stdin is not None
+        ready = json.loads(process.stdout.readline())
+        allowed = ready["budget"] + SLACK_BYTES
+        limit = group.limit(allowed - ready["arguments"])
+        process.stdin.write("\n")
+        process.stdin.flush()
+        said = process.stdout.readline()
+        code = process.wait()
+    finally:
+        process.kill()
+        process.wait()
+        group.remove()
+    ended = "finished" if code == 0 else f"exit status {code}"
+    if code == -signal.SIGKILL:
+        ended = "killed by the kernel"
+    return {
+        "step": kind,
+        "outcome": ended,
+        "budget_bytes": ready["budget"],
+        "argument_bytes": ready["arguments"],
+        "limit_bytes": limit,
+        "loss": json.loads(said)["loss"] if said else None,
+    }
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    if CHILD.value:
+        child(CHILD.value)
+        return
+    ours = outcome("poet_jax", None)
+    plain = outcome("jax.jit", ours["budget_bytes"])
+    more = format_bytes(ours["budget_bytes"]), format_bytes(SLACK_BYTES)
+    print(
+        f"{MODEL.value}, batch {BATCH_SIZE.value}, {STEPS.value} steps, limited by the "
+        f"operating system to what was held before, a budget of {more[0]} and {more[1]}"
+    )
+    for row in (ours, plain):
+        print(f"  {row['step']:9s} {row['outcome']}")
+    folder = pathlib.Path(OUTPUT.value)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{MODEL.value.partition(':')[0]}.json"
+    command = f"python -m experiments.hard_limit {' '.join(sys.argv[1:])}".strip()
+    path.write_text(json.dumps({"command": command, "rows": [ours, plain]}, indent=1))
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,278 @@
+"""Measured steps: time and memory of whole training steps within budgets.
+
+    python -m experiments.step_benchmark
+    python -m experiments.step_benchmark --plot
+
+The first command runs a training step with AdamW of each model, as `jax.jit`, as
+`jax.jit` with `jax.checkpoint` around every block, and within budgets from 100 to 25 %
+of keep-all's peak and 1.05 times the least that works, all in turns in one process per
+model. It appends a row per budget to experiments/results/step_benchmark/steps.csv; rows
+that are there already are not measured again. All of it takes about an hour on two
+cores; --models and --shares choose a part. The second command draws steps.png.
+
+Seconds are medians over steps, ratios are medians over pairs of steps in turn. The
+rise is of the process's high-water mark (VmHWM) in a step over what the process held
+besides the step's arguments, so it is to be compared with the budget.
+"""
+
+import csv
+import functools
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags, logging
+
+import poet_jax
+from experiments import memory
+from experiments.steps import flax_case, training_step, unet_case
+from poet_jax import heap
+
+SHARES = flags.DEFINE_list(
+    "shares", ["100", "75", "50", "35", "25", "min"], "Percentages of keep-all's peak."
+)
+MODELS = flags.DEFINE_list("models", None, "Names of models; all by default.")
+TIME_LIMIT = flags.DEFINE_float("time_limit", 30.0, "Seconds for each plan.")
+SECONDS = flags.DEFINE_float("seconds", 30.0, "Seconds of steps for each budget.")
+OUTPUT = flags.DEFINE_string(
+    "output", "experiments/results/step_benchmark", "Folder for CSV and figure."
+)
+PLOT = flags.DEFINE_bool("plot", False, "Only draw the figure of the rows there are.")
+
+CASES = {
+    "mlp": functools.partial(flax_case, "mlp", 64, "digits"),
+    "cnn": functools.partial(flax_case, "cnn", 64, "mnist"),
+    "resnet18": functools.partial(flax_case, "resnet18", 64, "photos"),
+    "resnet50": functools.partial(flax_case, "resnet50", 16, "photos"),
+    "bert6": functools.partial(flax_case, "bert6", 8, "text"),
+    "gpt12": functools.partial(flax_case, "gpt12:length=256", 4, "text"),
+    "unet": unet_case,
+}
+LEAST_PAIRS, MOST_PAIRS = 5, 200
+COLUMNS = (
+    "model", "share", "budget_bytes", "keep_all_bytes", "jit_bytes",
+    "checkpoint_bytes", "status", "gap", "plan_seconds", "executables",
+    "planned_seconds", "seconds", "jit_seconds", "checkpoint_seconds", "ratio",
+    "checkpoint_ratio", "pairs", "planned_bytes", "peak_bytes", "rise_bytes",
+    "paged_bytes", "storage_seconds", "hidden_seconds", "loss_difference",
+)  # fmt: skip
+
+
+class Contestant:
+    """A step with a state of its own and the seconds that it took."""
+
+    def __init__(self, step, state):
+        self.step, self.state, self.loss = step, state, 0.0
+        self.seconds: list[float] = []
+
+    def run(self, batch) -> None:
+        start = time.perf_counter()
+        self.state, loss = self.step(self.state, batch)
+        jax.block_until_ready((self.state, loss))
+        self.seconds.append(time.perf_counter() - start)
+        self.loss = float(loss)
+
+
+def needed_bytes(jitted, *args) -> int:
+    """What XLA says that a step needs: arguments, results and temporaries."""
+    analysis = jitted.lower(*args).compile().memory_analysis()
+    return (
+        analysis.argument_size_in_bytes
+        + analysis.output_size_in_bytes
+        - analysis.alias_size_in_bytes
+        + analysis.temp_size_in_bytes
+    )
+
+
+def measure_model(name: str, shares: list[str], writer, flush) -> None:
+    """Write the rows of one model."""
+    optimizer = optax.adamw(1e-3)
+    case = CASES[name]()
+    params, rest, batch = case.init()
+
+    def fresh_state():
+        own = jax.tree.map(jnp.copy, (params, rest))
+        return *own, optimizer.init(own[0])
+
+    step = training_step(case.loss, optimizer)
+    checkpointed = training_step(CASES[name](checkpoint=True).loss, optimizer)
+    plain = jax.jit(step, donate_argnums=0)
+    checkpoint = jax.jit(checkpointed, donate_argnums=0)
+    state = fresh_state()
+    common: dict[str, Any] = {
+        "model": name,
+        "jit_bytes": needed_bytes(plain, state, batch),
+        "checkpoint_bytes": needed_bytes(checkpoint, state, batch),
+    }
+    state_bytes = sum(x.nbytes for x in jax.tree.leaves((state, batch)))
+    del state
+    for share in shares:
+        row = common | {"share": share}
+        planner = poet_jax.MilpPlanner(time_limit_seconds=TIME_LIMIT.value)
+        scheduled = functools.partial(
+            poet_jax.schedule, step, planner=planner, donate_argnums=0
+        )
+        start = time.perf_counter()
+        try:
+            within = scheduled(f"{share}%") if share != "min" else None
+            if within is None:
+                least = smallest_bytes(scheduled, fresh_state(), batch)
+                within = scheduled(int(1.05 * least))
+            schedule = within.plan(fresh_state(), batch)
+        except poet_jax.BudgetTooSmall as error:
+            row |= {"status": "IMPOSSIBLE" if error.exact else "NONE"}
+            writer.writerow(row)
+            flush()
+            continue
+        row |= {
+            "plan_seconds": f"{time.perf_counter() - start:.1f}",
+            "budget_bytes": schedule.budget.memory_bytes,
+            "keep_all_bytes": schedule.baseline.peak_bytes,
+            "planned_bytes": schedule.usage.peak_bytes,
+            "planned_seconds": f"{schedule.usage.seconds:.6f}",
+            "status": schedule.plan.status.name,
+            "gap": f"{schedule.plan.gap:.6f}",
+            "executables": schedule.program.computes,
+        }
+        row |= compare(within, plain, checkpoint, fresh_state, batch, state_bytes)
+        logging.info("%s", row)
+        writer.writerow(row)
+        flush()
+
+
+def smallest_bytes(scheduled, *args) -> int:
+    """The smallest memory for which the planner finds a plan."""
+    try:
+        scheduled(1).plan(*args)
+    except poet_jax.BudgetTooSmall as error:
+        return error.smallest_bytes
+    raise AssertionError("one byte was enough for a training step")
+
+
+def compare(within, plain, checkpoint, fresh_state, batch, state_bytes):
+    """Three contestants in turns, after a step of ours whose memory is watched."""
+    ours = Contestant(within, fresh_state())
+    ours.run(batch)  # compiles
+    rise = 0
+    for _ in range(2):
+        heap.release()
+        before = memory.resident_bytes() - state_bytes
+        memory.reset_high_water()
+        ours.run(batch)
+        rise = max(rise, memory.high_water_bytes() - before)
+    others = [Contestant(x, fresh_state()) for x in (plain, checkpoint)]
+    for other in others:
+        for _ in ours.seconds:  # the same number of steps, of which the first compiles
+            other.run(batch)
+    difference = abs(ours.loss - others[0].loss)
+    contestants = [ours, *others]
+    for contestant in contestants:
+        contestant.seconds.clear()
+    deadline = time.perf_counter() + SECONDS.value
+    while len(ours.seconds) < LEAST_PAIRS or (
+        time.perf_counter() < deadline and len(ours.seconds) < MOST_PAIRS
+    ):
+        for contestant in contestants:
+            contestant.run(batch)
+        contestants.append(contestants.pop(0))
+    run = within.last_run
+    median, plain_median, checkpoint_median = (
+        statistics.median(x.seconds) for x in (ours, *others)
+    )
+    ratios = [
+        statistics.median(
+            a / b for a, b in zip(x.seconds, others[0].seconds, strict=True)
+        )
+        for x in (ours, others[1])
+    ]
+    return {
+        "seconds": f"{median:.6f}",
+        "jit_seconds": f"{plain_median:.6f}",
+        "checkpoint_seconds": f"{checkpoint_median:.6f}",
+        "ratio": f"{ratios[0]:.4f}",
+        "checkpoint_ratio": f"{ratios[1]:.4f}",
+        "pairs": len(ours.seconds),
+        "peak_bytes": run.peak_bytes,
+        "rise_bytes": rise,
+        "paged_bytes": run.bytes_paged_out + run.bytes_paged_in,
+        "storage_seconds": f"{run.storage_seconds:.6f}",
+        "hidden_seconds": f"{run.hidden_seconds:.6f}",
+        "loss_difference": f"{difference:.2e}",
+    }
+
+
+def read(path: pathlib.Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
+    """Time over jax.jit's against memory over keep-all's, a line for each model."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axis = figure.subplots()
+    # Okabe and Ito's colours, which are told apart without red or green.
+    colours = ["#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00",
+               "#CC79A7"]  # fmt: skip
+    for (name, colour), marker in zip(
+        zip(CASES, colours, strict=True), "osv^Dx*", strict=True
+    ):
+        points = sorted(
+            (
+                100 * float(row["budget_bytes"]) / float(row["keep_all_bytes"]),
+                float(row["ratio"]),
+            )
+            for row in rows
+            if row["model"] == name and row["ratio"]
+        )
+        if points:
+            axis.plot(*np.array(points).T, color=colour, marker=marker, label=name)
+    axis.axhline(1, color="#999999", linewidth=0.8)
+    axis.set_xlabel("memory budget (% of keep-all's peak)")
+    axis.set_ylabel("measured step time over jax.jit's")
+    axis.invert_xaxis()
+    axis.legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    names = MODELS.value or list(CASES)
+    unknown = sorted(set(names) - set(CASES))
+    if unknown:
+        raise app.UsageError(f"--models has {unknown}; the models are {list(CASES)}")
+    folder = pathlib.Path(OUTPUT.value)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "steps.csv"
+    if len(names) > 1 and not PLOT.value:
+        for name in names:  # what one model leaves in memory is not the next one's
+            subprocess.run(
+                [sys.executable, "-m", "experiments.step_benchmark", *sys.argv[1:],
+                 f"--models={name}"],
+                check=True,
+            )  # fmt: skip
+    elif not PLOT.value:
+        rows = read(path)
+        done = {(row["model"], row["share"]) for row in rows}
+        shares = [x for x in SHARES.value if (names[0], x) not in done]
+        with open(path, "a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            if not rows:
+                writer.writeheader()
+            measure_model(names[0], shares, writer, file.flush)
+    plot(read(path), folder / "steps.png")
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,167 @@
+"""Training steps as plain functions of pytrees, for the benchmarks."""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from experiments.models import (
+    NnxAttention,
+    NnxConvNorm,
+    NnxFeedForward,
+    NnxResidual,
+    load_for_model,
+    loss_fn,
+    make_model,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model with data.
+
+    Attributes:
+      init: () -> (params, rest, batch), also under `jax.eval_shape`; `rest` is state
+        without gradients, such as the statistics of BatchNorm.
+      loss: (params, rest, batch) -> (loss, rest).
+    """
+
+    init: Callable[[], tuple[Any, Any, Any]]
+    loss: Callable[[Any, Any, Any], tuple[jax.Array, Any]]
+
+
+def training_step(loss, optimizer: optax.GradientTransformation):
+    """(state, batch) -> (state, loss), where state is (params, rest, moments)."""
+
+    def step(state, batch):
+        params, rest, moments = state
+        gradient = jax.value_and_grad(loss, has_aux=True)
+        (value, rest), gradients = gradient(params, rest, batch)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), rest, moments), value
+
+    return step
+
+
+# What `jax.checkpoint` is put around, layer by layer, where a model has one of them.
+BLOCKS = (NnxResidual, NnxAttention, NnxFeedForward, NnxConvNorm)
+
+
+def flax_case(
+    model: str, batch_size: int, dataset: str, *, checkpoint: bool = False
+) -> Case:
+    """A model of `experiments.models` on a batch of real data.
+
+    `checkpoint` rematerialises every block in the backward pass, as `nnx.remat` does.
+    """
+
+    def data():
+        loaded = load_for_model(model, dataset)
+        return loaded.spec, next(iter(loaded.batches(batch_size, 0, 1)))
+
+    def split(seed: int):
+        module = make_model(model, "nnx", dataset_spec=data()[0], seed=seed)
+        return nnx.split(module, nnx.Param, ...)
+
+    def init():
+        _, params, rest = split(0)
+        return params, rest, jax.tree.map(jnp.asarray, data()[1])
+
+    def loss(params, rest, batch):
+        graphdef = nnx.eval_shape(
+            lambda: make_model(model, "nnx", dataset_spec=data()[0], seed=0)
+        )
+        graphdef, _, _ = nnx.split(graphdef, nnx.Param, ...)
+        module = nnx.merge(graphdef, params, rest, copy=True)
+        with contextlib.ExitStack() as stack:
+            for block in BLOCKS if checkpoint else ():
+                call = nnx.remat(block.__call__)
+                stack.enter_context(mock.patch.object(block, "__call__", call))
+            value = loss_fn(module, batch)
+        return value, nnx.split(module, nnx.Param, ...)[2]
+
+    return Case(init, loss)
+
+
+def _normal(seed: int, shapes):
+    """Arrays of these shapes, scaled for their fan-in (He et al. 2015)."""
+    leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    return jax.tree.unflatten(
+        tree,
+        [
+            jax.random.normal(key, shape) * math.sqrt(2 * shape[-1] / math.prod(shape))
+            for key, shape in zip(keys, leaves, strict=True)
+        ],
+    )
+
+
+def _convolution(x, kernel):
+    return jax.lax.conv_general_dilated(
+        x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+def unet_case(batch_size: int = 16, *, checkpoint: bool = False) -> Case:
+    """A U-Net (Ronneberger et al. 2015) of four levels on images of 64x64x3, which
+    learns to return its input."""
+    widths = (32, 64, 128, 256)
+    shapes: dict[str, list[tuple[int, ...]]] = {}
+    before = 3
+    for level, width in enumerate(widths):
+        shapes[f"down{level}"] = [(3, 3, before, width), (3, 3, width, width)]
+        before = width
+    for level, width in reversed(list(enumerate(widths[:-1]))):
+        shapes[f"up{level}"] = [(3, 3, before + width, width), (3, 3, width, width)]
+        before = width
+    shapes["head"] = [(1, 1, before, 3)]
+
+    def block(kernels, x):
+        for kernel in kernels:
+            x = jax.nn.relu(_convolution(x, kernel))
+        return x
+
+    if checkpoint:
+        block = jax.checkpoint(block)
+
+    def loss(params, rest, batch):
+        x, skips = batch, []
+        for level in range(len(widths)):
+            if level:
+                x = nnx.max_pool(x, (2, 2), (2, 2))
+            x = block(params[f"down{level}"], x)
+            skips.append(x)
+        for level in reversed(range(len(widths) - 1)):
+            x = jnp.repeat(jnp.repeat(x, 2, 1), 2, 2)
+            x = block(params[f"up{level}"], jnp.concatenate([x, skips[level]], -1))
+        return jnp.mean((_convolution(x, params["head"][0]) - batch) ** 2), rest
+
+    def init():
+        batch = jax.random.uniform(jax.random.key(1), (batch_size, 64, 64, 3))
+        return _normal(0, shapes), (), batch
+
+    return Case(init, loss)
+
+
+def skips_case(batch_size: int = 4096) -> Case:
+    """Thirty-two layers, each of which also reads what half as many layers made."""
+    layers, width = 32, 512
+
+    def loss(params, rest, batch):
+        made = [batch]
+        for number, kernel in enumerate(params):
+            made.append(jnp.tanh(made[-1] @ kernel) + made[(number + 1) // 2])
+        return jnp.mean(made[-1] ** 2), rest
+
+    def init():
+        batch = jax.random.normal(jax.random.key(1), (batch_size, width))
+        return _normal(0, [(width, width)] * layers), (), batch
+
+    return Case(init, loss)
