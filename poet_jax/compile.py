@@ -70,6 +70,7 @@ def signature(graph: Graph, unit: Unit) -> tuple:
 def _equation_key(equation: Equation) -> tuple:
     return (
         equation.primitive.name,
+        equation.lowering,
         tuple(x.key if isinstance(x, Literal) else x for x in equation.operands),
         equation.results,
         tuple((name, _key(x)) for name, x in sorted(equation.params.items())),

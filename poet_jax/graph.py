@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -68,6 +68,7 @@ class Equation:
       results: local value numbers.
       operand_shapes, result_shapes: what the FLOP and byte rules need.
       inner: (equations, times each runs) of control flow's bodies.
+      lowering: another way to compute the same, called with `params` and operands.
     """
 
     primitive: Any
@@ -77,9 +78,13 @@ class Equation:
     operand_shapes: tuple[jax.ShapeDtypeStruct, ...]
     result_shapes: tuple[jax.ShapeDtypeStruct, ...]
     inner: tuple[tuple[tuple["Equation", ...], int], ...] = ()
+    lowering: Callable[..., Any] | None = None
 
     def bind(self, operands: Sequence[Any]) -> Sequence[Any]:
         """Apply the primitive to `operands`, arrays or tracers."""
+        if self.lowering is not None:
+            results = self.lowering(self.params, *operands)
+            return results if self.primitive.multiple_results else (results,)
         params = self.primitive.get_bind_params(self.params)
         results = self.primitive.bind(*operands, **params)
         return results if self.primitive.multiple_results else (results,)
@@ -193,6 +198,20 @@ class Graph:
         """Values alive before the first node: arguments and constants, each once."""
         return tuple(dict.fromkeys((*self.arguments, *self.constants)))
 
+    @property
+    def is_lowered(self) -> bool:
+        """Whether some equation is computed in another way than its primitive's."""
+        return any(e.lowering for node in self.nodes for e in node.equations)
+
+    def __call__(self, *leaves: Any) -> list[Any]:
+        """Evaluate the nodes in order: flat arguments to flat outputs, arrays or
+        tracers."""
+        known = dict(self.constants) | dict(zip(self.arguments, leaves, strict=True))
+        for node in self.nodes:
+            results = node(*(known[v] for v in node.reads))
+            known.update(zip(node.writes, results, strict=True))
+        return [known[v] for v in self.outputs]
+
     @functools.cached_property
     def fingerprint(self) -> str:
         """A hash of all that a plan depends on: structure, sizes and operations.
@@ -206,7 +225,10 @@ class Graph:
                     n.reads,
                     n.writes,
                     n.repeatable,
-                    [(e.primitive.name, _plain(e.params)) for e in n.equations],
+                    [
+                        (e.primitive.name, _plain(e.params), _name(e.lowering))
+                        for e in n.equations
+                    ],
                 )
                 for n in self.nodes
             ],
@@ -242,6 +264,10 @@ class Graph:
 def _plain(params: dict[str, Any]) -> str:
     """Parameters of an equation as text, without addresses of this process."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(sorted(params.items(), key=str)))
+
+
+def _name(lowering: Callable[..., Any] | None) -> str:
+    return "" if lowering is None else f"{lowering.__module__}.{lowering.__name__}"
 
 
 def renumber(graph: Graph, nodes: Iterable[Node]) -> Graph:

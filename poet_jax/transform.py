@@ -21,6 +21,7 @@ from jax.extend.core import get_opaque_trace_state
 from poet_jax import explain
 from poet_jax.cache import PlanCache
 from poet_jax.coarsen import coarsen
+from poet_jax.convolution import filter_gradients
 from poet_jax.device import DeviceProfile, host
 from poet_jax.errors import CannotTrace, ClosesOverTracer, PlanInvalid
 from poet_jax.executors.host import HostExecutor, Run
@@ -176,6 +177,10 @@ def _best_of_all(everything: Judged, planner: Planner) -> Plan:
     )
 
 
+Pass = Callable[[Graph], Graph]
+PASSES: tuple[Pass, ...] = (order, filter_gradients)
+
+
 class Scheduled:
     """A function that runs within a budget; made by `schedule`.
 
@@ -193,15 +198,18 @@ class Scheduled:
         planner: Planner | None,
         executor: Callable[[Program], Any] | None,
         plan_cache: str | os.PathLike | None,
+        passes: Sequence[Pass] = PASSES,
         **jit_options: Any,
     ):
         functools.update_wrapper(self, fun)
         self._name = getattr(fun, "__name__", type(fun).__name__)
+        self._fun = fun
         parse_budget(budget)
         self.budget = budget
         self.device = device
         self.planner = planner if planner is not None else MilpPlanner()
         self.executor = executor if executor is not None else HostExecutor()
+        self.passes = tuple(passes)
         self._cache = None if plan_cache is None else PlanCache(plan_cache)
         # An option that is given, even if empty, keeps jax.jit from inferring it.
         given = {name: x for name, x in jit_options.items() if x not in ((), [])}
@@ -212,7 +220,7 @@ class Scheduled:
         self._prepare = getattr(self.executor, "prepare", None)
         self._whole = None
         if getattr(self.executor, "fuses", False):
-            self._whole = functools.partial(whole_step, fun, **given)
+            self._whole = functools.partial(whole_step, **given)
         self._latest: Any = None
         self._last_runner: Any = None
 
@@ -287,7 +295,8 @@ class Scheduled:
 
             def whole(program: Program, costs: Costs, memory_bytes: float):
                 assert self._whole is not None
-                step = self._whole(program, costs, memory_bytes, args, kwargs)
+                fun = self._of(program.graph)
+                step = self._whole(fun, program, costs, memory_bytes, args, kwargs)
                 if step is None:
                     return None
                 self._runners[key] = step
@@ -304,15 +313,29 @@ class Scheduled:
             self._latest = key
         return self._schedules[key]
 
+    def _of(self, graph: Graph) -> Callable:
+        """What computes `graph`: the function itself, unless a pass changed how."""
+        if not graph.is_lowered:
+            return self._fun
+
+        @functools.wraps(self._fun)
+        def fun(*args, **kwargs):
+            leaves = jax.tree.leaves(self._static.remove(args, kwargs))
+            return jax.tree.unflatten(graph.out_tree, graph(*leaves))
+
+        return fun
+
     def _priced(self, args, kwargs, reason: str = "") -> tuple[Graph, Costs]:
         try:
-            graph = order(coarsen(trace(self._jitted, *args, **kwargs)))
+            graph = coarsen(trace(self._jitted, *args, **kwargs))
         except CannotTrace as error:
             if not reason or isinstance(error, ClosesOverTracer):
                 raise
             raise CannotTrace(
                 f"{error} What changed since the last call: {reason}."
             ) from error
+        for change in self.passes:
+            graph = change(graph)
         with jax.ensure_compile_time_eval():
             if self._cache is not None:
                 return graph, self._cache.costs(graph, self.device)
@@ -422,6 +445,7 @@ def schedule(
     planner: Planner | None = None,
     executor: Callable[[Program], Any] | None = None,
     plan_cache: str | os.PathLike | None = None,
+    passes: Sequence[Pass] = PASSES,
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
     donate_argnums: int | Iterable[int] = (),
@@ -436,6 +460,9 @@ def schedule(
       executor: `HostExecutor()` by default.
       plan_cache: a folder for plans and measured costs, so that a later start of the
         same job plans nothing; see `cache.PlanCache`.
+      passes: what is done to the coarsened graph, in turn: nodes into an order that
+        frees early, and filter gradients of convolutions into a form that XLA's CPU
+        backend computes fast. `passes=()` leaves the graph as it was traced.
       static_argnums, static_argnames, donate_argnums: as for `jax.jit`.
 
     Returns a `Scheduled`; its call raises BudgetTooSmall, CannotTrace, PageStoreError.
@@ -446,6 +473,7 @@ def schedule(
         planner=planner,
         executor=executor,
         plan_cache=plan_cache,
+        passes=passes,
         static_argnums=static_argnums,
         static_argnames=static_argnames,
         donate_argnums=donate_argnums,

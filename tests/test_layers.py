@@ -7,8 +7,8 @@ import poet_jax
 
 PACKAGE = pathlib.Path(poet_jax.__file__).parent
 LAYERS = """
-    units progress errors graph trace coarsen order heap store compile device price
-    plan program simulate fuse
+    units progress errors graph trace coarsen order convolution heap store compile
+    device price plan program simulate fuse
     planners planners.judge planners.keep_all planners.sqrt planners.greedy
     planners.repair planners.worker planners.solver planners.objective planners.cuts
     planners.milp planners.paper executors executors.buffers executors.host

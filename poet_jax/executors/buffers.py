@@ -25,6 +25,7 @@ NOTICED_BYTES = 2**20
 SCRATCH_BYTES = 16 * 2**20
 # What the heap may hold on to: trimming it takes 10 ms, and page faults after it.
 SLACK_BYTES = 6 * 2**20
+GROWTH_BYTES = 32 * 2**20
 
 
 def view(array: jax.Array) -> np.ndarray:
@@ -65,13 +66,20 @@ class Pool:
         self._resident: dict[Kind, list[jax.Array]] = defaultdict(list)
         self._hollow: dict[Kind, list[jax.Array]] = defaultdict(list)
         self.idle_bytes = 0
-        self._base_bytes = 0
+        self._base_bytes: int | None = None
 
     def begin(self, live_bytes: int) -> None:
-        """Note what the process holds besides `live_bytes` of arrays."""
+        """Note what the process holds besides `live_bytes` of arrays.
+
+        What the heap keeps of the last run is not that; it is trimmed if the process
+        has grown by more, as it takes long.
+        """
         if self._guards:
-            heap.release()
-            self._base_bytes = heap.resident_bytes() - live_bytes
+            held_bytes = heap.resident_bytes() - live_bytes
+            if self._base_bytes is None or held_bytes > self._base_bytes + GROWTH_BYTES:
+                heap.release()
+                self._base_bytes = heap.resident_bytes() - live_bytes
+            self._base_bytes = min(self._base_bytes, held_bytes)
 
     def take(
         self,
@@ -118,7 +126,7 @@ class Pool:
 
     def _excess_bytes(self, new_bytes: int) -> int:
         """How far `new_bytes` more would take the process beyond the limit."""
-        held_bytes = heap.resident_bytes() - self._base_bytes
+        held_bytes = heap.resident_bytes() - (self._base_bytes or 0)
         return held_bytes + new_bytes - self._limit_bytes
 
     def _pop(self, kind: Kind) -> tuple[jax.Array | None, bool]:

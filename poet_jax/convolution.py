@@ -1,0 +1,127 @@
+"""Filter gradients of convolutions as matrix products, for XLA's CPU backend.
+
+The gradient for a filter is itself a convolution, whose filter is the output's gradient
+and as large as the image. XLA on the CPU computes such a one at a few GFLOP/s, at times
+ten times slower than the convolution that it belongs to. As a matrix product of the
+shifted images with the output's gradient it is as fast as any other.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from poet_jax.graph import Equation, Graph
+
+# Of shifted images at once, but no more than of images: a small workspace, and close to
+# the cache.
+PATCHES_BYTES = 8 * 2**20
+
+
+def filter_gradients(graph: Graph) -> Graph:
+    """`graph` with filter gradients as matrix products where XLA would be slow.
+
+    Sums are taken in another order, so results differ by rounding. Nothing changes on
+    another backend than the CPU, for other types than float32 and float64, for grouped
+    convolutions, and where channels are not the last dimension.
+    """
+    if jax.default_backend() != "cpu":
+        return graph
+
+    def lowered(equation: Equation) -> Equation:
+        if not _is_slow(equation):
+            return equation
+        return dataclasses.replace(equation, lowering=as_matrix_product)
+
+    nodes = tuple(
+        dataclasses.replace(node, equations=tuple(map(lowered, node.equations)))
+        for node in graph.nodes
+    )
+    return dataclasses.replace(graph, nodes=nodes)
+
+
+def _is_slow(equation: Equation) -> bool:
+    """Whether it slides a filter to fewer places than the filter has elements."""
+    if equation.primitive.name != "conv_general_dilated":
+        return False
+    params = equation.params
+    image, filters = equation.operand_shapes
+    (result,) = equation.result_shapes
+    numbers = params["dimension_numbers"]
+    last = image.ndim - 1
+    places = math.prod(result.shape[d] for d in numbers.out_spec[2:])
+    elements = math.prod(filters.shape[d] for d in numbers.rhs_spec[2:])
+    return (
+        places < elements
+        # [batch, ..., channels], of which the batch is summed over
+        and tuple(numbers.lhs_spec) == (last, 0, *range(1, last))
+        and tuple(numbers.rhs_spec) == (last, 0, *range(1, last))
+        and params["feature_group_count"] == params["batch_group_count"] == 1
+        and all(d == 1 for d in params["lhs_dilation"])
+        and image.dtype in (jnp.float32, jnp.float64)
+        and image.dtype == filters.dtype == result.dtype
+    )
+
+
+def as_matrix_product(params: dict[str, Any], image: jax.Array, slope: jax.Array):
+    """The convolution of [batch, ..., inputs] with [batch, ..., outputs] over batch and
+    space, in the layout that `params` of conv_general_dilated give."""
+    numbers = params["dimension_numbers"]
+    steps, dilation = params["window_strides"], params["rhs_dilation"]
+    batch, *space, outputs = slope.shape
+    inputs = image.shape[-1]
+    # One place for each element of the filter whose gradient this is.
+    places = [
+        (size + low + high - (length - 1) * spread - 1) // step + 1
+        for size, (low, high), length, spread, step in zip(
+            image.shape[1:-1], params["padding"], space, dilation, steps, strict=True
+        )
+    ]
+    taps = math.prod(places)
+    patch_bytes = taps * inputs * math.prod(space) * image.dtype.itemsize
+    most_bytes = min(PATCHES_BYTES, image.nbytes)
+    chunk = max(
+        n
+        for n in range(1, batch + 1)
+        if batch % n == 0 and (n == 1 or n * patch_bytes <= most_bytes)
+    )
+
+    def product(image, slope):
+        """[taps * inputs, outputs] of a part of the batch."""
+        padding = [(0, 0, 0), *((*ends, 0) for ends in params["padding"]), (0, 0, 0)]
+        image = lax.pad(image, jnp.zeros((), image.dtype), padding)
+        shifted = []
+        for tap in range(taps):
+            window: list[slice] = [slice(None)]
+            for axis, (step, spread, length) in enumerate(
+                zip(steps, dilation, space, strict=True)
+            ):
+                stride = math.prod(places[axis + 1 :])
+                start = step * (tap // stride % places[axis])
+                window.append(slice(start, start + (length - 1) * spread + 1, spread))
+            shifted.append(image[tuple(window)])
+        patches = jnp.concatenate(shifted, axis=-1)
+        summed = tuple(range(slope.ndim - 1))
+        return lax.dot_general(
+            patches,
+            slope,
+            ((summed, summed), ((), ())),
+            precision=params["precision"],
+            preferred_element_type=params["preferred_element_type"],
+        )
+
+    def add(total, part):
+        return total + product(*part), None
+
+    parts = [x.reshape(batch // chunk, chunk, *x.shape[1:]) for x in (image, slope)]
+    total = jnp.zeros((taps * inputs, outputs), image.dtype)
+    total, _ = lax.scan(add, total, parts)
+    gradient = total.reshape(*places, inputs, outputs)
+    # out_spec: where inputs, outputs and space are in the result
+    order = [len(places), len(places) + 1, *range(len(places))]
+    return jnp.transpose(
+        gradient, [order[numbers.out_spec.index(d)] for d in range(len(order))]
+    )

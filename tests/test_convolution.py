@@ -1,0 +1,123 @@
+"""Filter gradients as matrix products: the numbers of XLA's convolution, fewer
+surprises."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import DEVICE
+
+import poet_jax
+from poet_jax.convolution import filter_gradients
+
+NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+def convolve(image, kernel, numbers=NHWC, strides=(1, 1), padding="SAME", **options):
+    return jax.lax.conv_general_dilated(
+        image, kernel, strides, padding, dimension_numbers=numbers, **options
+    )
+
+
+def graph_of(fun, *args):
+    return filter_gradients(poet_jax.coarsen(poet_jax.trace(fun, *args)))
+
+
+def slope_of(convolution, image, kernel):
+    """The filter's gradient of a sum of squares."""
+    return jax.grad(lambda kernel: (convolution(image, kernel) ** 2).sum())(kernel)
+
+
+@st.composite
+def convolutions(draw):
+    """(convolution, image, kernel) in two dimensions, or at times in one."""
+    rank = draw(st.sampled_from([2, 2, 1]))
+
+    def sizes(low, high):
+        return tuple(draw(st.integers(low, high)) for _ in range(rank))
+
+    ends = st.tuples(st.integers(-1, 2), st.integers(-1, 3))
+    padding = draw(
+        st.sampled_from(["SAME", "VALID"]) | st.tuples(*[ends] * rank).map(list)
+    )
+    batch, inputs, outputs = (draw(st.integers(1, 5)) for _ in range(3))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    image = rng.normal(size=(batch, *sizes(9, 14), inputs)).astype(np.float32)
+    kernel = rng.normal(size=(*sizes(1, 3), inputs, outputs)).astype(np.float32)
+    convolution = functools.partial(
+        convolve,
+        numbers=NHWC if rank == 2 else ("NHC", "HIO", "NHC"),
+        strides=sizes(1, 3),
+        padding=padding,
+        rhs_dilation=sizes(1, 2),
+    )
+    return convolution, jnp.asarray(image), jnp.asarray(kernel)
+
+
+@given(case=convolutions())
+def test_they_are_the_gradients_of_xla_whatever_stride_padding_and_dilation(case):
+    convolution, image, kernel = case
+    fun = functools.partial(slope_of, convolution)
+    expected = fun(image, kernel)
+    (actual,) = graph_of(fun, image, kernel)(image, kernel)
+    scale = float(jnp.abs(expected).max()) + 1e-6
+    np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5 * scale)
+
+
+IMAGE, KERNEL = jnp.ones((4, 16, 16, 4)), jnp.ones((3, 3, 4, 8))
+
+
+def test_the_gradient_is_replaced_and_nothing_else():
+    graph = graph_of(functools.partial(slope_of, convolve), IMAGE, KERNEL)
+    lowered = [e.lowering is not None for n in graph.nodes for e in n.equations
+               if e.primitive.name == "conv_general_dilated"]  # fmt: skip
+    assert sorted(lowered) == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("convolution", "image", "kernel"),
+    [
+        (convolve, IMAGE.astype(jnp.bfloat16), KERNEL.astype(jnp.bfloat16)),
+        (
+            functools.partial(convolve, feature_group_count=2),
+            IMAGE,
+            jnp.ones((3, 3, 2, 8)),
+        ),
+        (
+            functools.partial(convolve, numbers=("NCHW", "OIHW", "NCHW")),
+            jnp.ones((4, 4, 16, 16)),
+            jnp.ones((8, 4, 3, 3)),
+        ),
+    ],
+    ids=["bfloat16", "groups", "channels first"],
+)
+def test_what_it_does_not_cover_stays_as_it_was(convolution, image, kernel):
+    assert not graph_of(
+        functools.partial(slope_of, convolution), image, kernel
+    ).is_lowered
+
+
+@pytest.mark.parametrize("budget", ["1GiB", "95%"], ids=["whole", "planned"])
+def test_it_is_a_pass_that_can_be_left_out(budget):
+    def fun(kernel, image):
+        return slope_of(convolve, jnp.tanh(convolve(image, kernel[..., :4])), kernel)
+
+    schedule = functools.partial(
+        poet_jax.schedule, fun, budget, device=DEVICE, planner=poet_jax.greedy
+    )
+    with_it, without = schedule(), schedule(passes=(poet_jax.order,))
+    args = KERNEL * 0.01, jax.random.normal(jax.random.key(0), IMAGE.shape)
+    assert with_it.plan(*args).graph.is_lowered
+    assert not without.plan(*args).graph.is_lowered
+    expected = jax.jit(fun)(*args)
+    for scheduled in (with_it, without):
+        for _ in range(2):
+            np.testing.assert_allclose(
+                scheduled(*args), expected, rtol=1e-4, atol=1e-4 * abs(expected).max()
+            )
+    prints = {s.plan(*args).graph.fingerprint for s in (with_it, without)}
+    assert len(prints) == 2
