@@ -2,8 +2,10 @@
 
 Command:  make demo            (or python -m experiments.demo)
 Time:     three to five minutes on 2 cores.
-Expect:   a peak of at most 40 % of keep-all's 616 MiB, steps at most 1.25 times as long
-          as jax.jit's, gradients equal to within 1e-5.
+Expect:   a peak of at most 40 % of keep-all's 634 MiB; steps in about half the time of
+          jax.jit's, as filter gradients are matrix products here, which outweighs what
+          is computed twice and paged (see poet_jax.filter_gradients); gradients equal
+          to within 1e-5 in relative norm.
 
 ResNet-18 at full width (CIFAR-10 shape: 32x32x3, batch 64, BatchNorm, AdamW) learns
 which photograph a patch was cut from. Parameters and moments count as memory, too.
@@ -89,7 +91,7 @@ def main(argv):
             gradients = first_gradients(step)
         bar.set_postfix(loss=f"{loss:.3f}", step=format_seconds(step.last_run.seconds))
 
-    plain_step, difference = reference(dataset.num_classes, batches[0], gradients)
+    plain_step, differences = reference(dataset.num_classes, batches[0], gradients)
     timed(plain_step, batches[0])  # compiles
     # In turns, as other work on the machine would favour one of the two otherwise.
     pairs = [
@@ -105,7 +107,8 @@ def main(argv):
          f"allowed {format_bytes(allowed)}: 1.05 x budget + 16 MiB"),
         ("seconds per step", format_seconds(ours),
          f"jax.jit {format_seconds(plain)}, ratio {ratio:.2f}"),
-        ("gradients, relative difference", f"{difference:.1e}", "from jax.grad"),
+        ("gradients, relative difference", f"{differences[0]:.1e}",
+         f"from jax.grad; {differences[1]:.1e} of the parameter where it is most"),
         ("paged per step", format_bytes(step.last_run.bytes_paged_out),
          f"and {format_bytes(step.last_run.bytes_paged_in)} back"),
     ]  # fmt: skip
@@ -135,7 +138,8 @@ def timed(run, *args) -> float:
 
 
 def reference(num_classes: int, batch, gradients):
-    """A step by jax.jit, and how far `gradients` are from jax.grad's."""
+    """A step by jax.jit, and how far `gradients` are from jax.grad's, in relative norm:
+    all of them as one vector, and the parameter where it is most."""
     model = make_model(num_classes)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
@@ -145,10 +149,11 @@ def reference(num_classes: int, batch, gradients):
     expected = [
         np.asarray(x) for x in jax.tree.leaves(jax.jit(jax.grad(loss_of))(params))
     ]
-    difference = max(
-        float(np.linalg.norm(g - e) / np.linalg.norm(e))
-        for g, e in zip(gradients, expected, strict=True)
-        if np.linalg.norm(e)
+    pairs = list(zip(gradients, expected, strict=True))
+    differences = (
+        np.linalg.norm([np.linalg.norm(g - e) for g, e in pairs])
+        / np.linalg.norm([np.linalg.norm(e) for _, e in pairs]),
+        max(np.linalg.norm(g - e) / np.linalg.norm(e) for g, e in pairs if e.any()),
     )
     optimizer = nnx.Optimizer(model, optax.adamw(1e-3, b1=BETA1), wrt=nnx.Param)
 
@@ -158,7 +163,7 @@ def reference(num_classes: int, batch, gradients):
         optimizer.update(model, gradients)
         return loss
 
-    return functools.partial(plain_step, model, optimizer), difference
+    return functools.partial(plain_step, model, optimizer), differences
 
 
 if __name__ == "__main__":

@@ -95,7 +95,12 @@ def compare() -> dict:
     }
     trained = []
     for planner in (poet_jax.greedy, poet_jax.paging_only):
-        options = {"planner": planner, "device": poet_jax.devices.RASPBERRY_PI_4}
+        options = {
+            "planner": planner,
+            "device": poet_jax.devices.RASPBERRY_PI_4,
+            # Fused, two plans may round differently.
+            "executor": poet_jax.HostExecutor(fuse=False),
+        }
         difference = gradient_difference(fresh(), batches[0], options)
         model = fresh()
         step = poet_jax.train_step(

@@ -12,12 +12,14 @@ cgroup that this user may make: root has that in most containers. Takes about tw
 minutes on two cores.
 """
 
+import contextlib
 import json
 import os
 import pathlib
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import optax
@@ -77,7 +79,15 @@ class MemoryGroup:
         return limit
 
     def remove(self) -> None:
-        self.folder.rmdir()
+        """End what is still in the group, such as a solver, and the group."""
+        for _ in range(50):
+            for pid in (self.folder / "cgroup.procs").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+                return
+            time.sleep(0.1)
 
 
 def child(kind: str) -> None:

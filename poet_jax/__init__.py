@@ -3,9 +3,11 @@
 from poet_jax import device as devices
 from poet_jax import linen, nnx
 from poet_jax.coarsen import coarsen
+from poet_jax.convolution import filter_gradients
 from poet_jax.device import DeviceProfile, host
 from poet_jax.errors import BudgetTooSmall, CannotTrace, PageStoreError, PlanInvalid
 from poet_jax.executors.host import HostExecutor, Run
+from poet_jax.fuse import fuse
 from poet_jax.graph import Graph, Node, Value
 from poet_jax.order import order
 from poet_jax.pareto import Front, Point, pareto
@@ -16,7 +18,7 @@ from poet_jax.planners.milp import MilpPlanner
 from poet_jax.planners.paper import PaperPlanner
 from poet_jax.planners.sqrt import sqrt
 from poet_jax.price import Costs, load_instance, price
-from poet_jax.program import Free, Program, lower
+from poet_jax.program import Free, Fused, Program, lower
 from poet_jax.simulate import Usage, simulate
 from poet_jax.store import FileStore, HostStore
 from poet_jax.trace import trace
@@ -33,6 +35,7 @@ __all__ = [
     "FileStore",
     "Free",
     "Front",
+    "Fused",
     "Graph",
     "HostExecutor",
     "HostStore",
@@ -55,6 +58,8 @@ __all__ = [
     "Value",
     "coarsen",
     "devices",
+    "filter_gradients",
+    "fuse",
     "greedy",
     "host",
     "keep_all",

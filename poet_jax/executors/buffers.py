@@ -24,7 +24,7 @@ NOTICED_BYTES = 2**20
 # reports: Eigen's convolutions allocate up to 18 MiB of their own.
 SCRATCH_BYTES = 16 * 2**20
 # What the heap may hold on to: trimming it takes 10 ms, and page faults after it.
-SLACK_BYTES = 6 * 2**20
+SLACK_BYTES = 2 * 2**20
 GROWTH_BYTES = 32 * 2**20
 
 
