@@ -8,10 +8,11 @@ that the budget holds.
 
 import dataclasses
 import functools
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from poet_jax.compile import Unit, compile_nodes, compile_units, is_plain
+from poet_jax.compile import Executable, Unit, compile_nodes, compile_units, is_plain
 from poet_jax.plan import Compute, PageIn, PageOut
 from poet_jax.price import Costs
 from poet_jax.program import Free, Fused, Instruction, Program
@@ -31,19 +32,28 @@ def fuse(program: Program, costs: Costs, memory_bytes: float) -> Program:
     graph = program.graph
     if not all(node.equations for node in graph.nodes):
         return program  # an instance, which nobody runs
-    scratch = [x.scratch_bytes for x in compile_nodes(graph)]
+    alone = compile_nodes(graph)
     fitting: list[Stretch] = []
     waiting = [x for run in _stretches(program, costs) for x in run.cut(memory_bytes)]
     while waiting:
         executables = compile_units(graph, [run.unit for run in waiting])
         too_large = []
         for run, executable in zip(waiting, executables, strict=True):
-            extra = max(scratch[number] for number in run.unit.nodes)
-            run = run.with_workspace(executable.workspace_bytes + extra)
+            scratch = scratch_bytes([alone[n] for n in run.nodes])
+            run = run.with_workspace(executable.workspace_bytes + scratch)
             fits = run.needed_bytes <= memory_bytes
             (fitting if fits else too_large).append(run)
         waiting = [x for run in too_large for x in run.cut(memory_bytes)]
     return replace(program, fitting)
+
+
+def scratch_bytes(alone: Iterable[Executable]) -> int:
+    """What nodes may allocate without XLA's knowledge if they become one executable.
+
+    It computes as many independent ones at a time as there are processors.
+    """
+    sizes = sorted((x.scratch_bytes for x in alone), reverse=True)
+    return sum(sizes[: os.cpu_count() or 1])
 
 
 def replace(program: Program, stretches: Iterable["Stretch"]) -> Program:

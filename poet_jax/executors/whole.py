@@ -12,7 +12,7 @@ import jax
 
 from poet_jax.compile import compile_nodes
 from poet_jax.executors.host import Run
-from poet_jax.fuse import Stretch, replace
+from poet_jax.fuse import Stretch, replace, scratch_bytes
 from poet_jax.graph import Graph
 from poet_jax.price import Costs
 from poet_jax.program import Program
@@ -67,13 +67,12 @@ class WholeStep:
         step = Stretch.all_of(keep_all, costs)
         analysis = compiled.memory_analysis()
         assert analysis is not None, "this backend does not say what a step needs"
-        scratch = [x.scratch_bytes for x in compile_nodes(keep_all.graph)]
         step = step.with_need(
             step.live_bytes
             + analysis.output_size_in_bytes
             - analysis.alias_size_in_bytes
             + analysis.temp_size_in_bytes
-            + max(scratch)
+            + scratch_bytes(compile_nodes(keep_all.graph))
         )
         self.program = replace(keep_all, [step])
         self.needed_bytes = int(step.needed_bytes)
