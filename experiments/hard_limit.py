@@ -12,20 +12,19 @@ cgroup that this user may make: root has that in most containers. Takes about tw
 minutes on two cores.
 """
 
-import contextlib
 import json
 import os
 import pathlib
 import signal
 import subprocess
 import sys
-import time
 
 import jax
 import optax
 from absl import app, flags
 
 import poet_jax
+from experiments import memory
 from experiments.steps import flax_case, training_step
 from poet_jax import heap
 from poet_jax.units import format_bytes
@@ -44,50 +43,6 @@ CHILD = flags.DEFINE_enum(
 )
 LIMIT = flags.DEFINE_integer("budget_bytes", None, "For the program's own children.")
 SLACK_BYTES = 8 * 2**20
-ROOT = pathlib.Path("/sys/fs/cgroup")
-
-
-class MemoryGroup:
-    """A cgroup, of version 1 or 2, in which processes share a limit."""
-
-    def __init__(self, name: str):
-        old, new = ROOT / "memory", ROOT / "cgroup.controllers"
-        self._is_new = new.exists()
-        parent = ROOT if self._is_new else old
-        self.folder = parent / name
-        try:
-            if self._is_new and "memory" not in new.read_text().split():
-                raise OSError("no memory controller")
-            self.folder.mkdir()
-        except OSError as error:
-            raise OSError(
-                f"A memory cgroup was to be made in {parent}, which failed: {error}. "
-                "The experiment needs Linux and the right to make one. Run it as root, "
-                "or in a container that passes the memory cgroup on."
-            ) from error
-
-    def add(self, pid: int) -> None:
-        (self.folder / "cgroup.procs").write_text(str(pid))
-
-    def limit(self, more_bytes: int) -> int:
-        """Allow `more_bytes` over the anonymous memory held now; the limit."""
-        text = (self.folder / "memory.stat").read_text()
-        held = dict(line.split() for line in text.splitlines())
-        limit = int(held["anon" if self._is_new else "rss"]) + more_bytes
-        name = "memory.max" if self._is_new else "memory.limit_in_bytes"
-        (self.folder / name).write_text(str(limit))
-        return limit
-
-    def remove(self) -> None:
-        """End what is still in the group, such as a solver, and the group."""
-        for _ in range(50):
-            for pid in (self.folder / "cgroup.procs").read_text().split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-            with contextlib.suppress(OSError):
-                self.folder.rmdir()
-                return
-            time.sleep(0.1)
 
 
 def child(kind: str) -> None:
@@ -114,7 +69,7 @@ def child(kind: str) -> None:
 
 def outcome(kind: str, budget_bytes: int | None) -> dict[str, object]:
     """Run a child of `kind` under its limit, and say what became of it."""
-    group = MemoryGroup(f"poet_jax-{os.getpid()}")
+    group = memory.MemoryGroup(f"poet_jax-{os.getpid()}")
     command = [sys.executable, "-m", "experiments.hard_limit", *sys.argv[1:]]
     command += [f"--child={kind}", f"--budget_bytes={budget_bytes or 0}"]
     process = subprocess.Popen(

@@ -1,4 +1,12 @@
-"""The process's own memory, as the operating system counts it (Linux)."""
+"""Memory of processes, as the operating system counts and limits it (Linux)."""
+
+import contextlib
+import os
+import pathlib
+import signal
+import time
+
+ROOT = pathlib.Path("/sys/fs/cgroup")
 
 
 def high_water_bytes() -> int:
@@ -26,3 +34,46 @@ def _status_bytes(field: str) -> int:
         f"{field} was asked for, and /proc/self/status does not list it. It is there "
         "on Linux only. Run this measurement on Linux."
     )
+
+
+class MemoryGroup:
+    """A cgroup, of version 1 or 2, in which processes share a limit."""
+
+    def __init__(self, name: str):
+        old, new = ROOT / "memory", ROOT / "cgroup.controllers"
+        self._is_new = new.exists()
+        parent = ROOT if self._is_new else old
+        self.folder = parent / name
+        try:
+            if self._is_new and "memory" not in new.read_text().split():
+                raise OSError("no memory controller")
+            self.folder.mkdir()
+        except OSError as error:
+            raise OSError(
+                f"A memory cgroup was to be made in {parent}, which failed: {error}. "
+                "The experiment needs Linux and the right to make one. Run it as root, "
+                "or in a container that passes the memory cgroup on."
+            ) from error
+
+    def add(self, pid: int) -> None:
+        (self.folder / "cgroup.procs").write_text(str(pid))
+
+    def limit(self, more_bytes: int) -> int:
+        """Allow `more_bytes` over the anonymous memory held now; the limit."""
+        text = (self.folder / "memory.stat").read_text()
+        held = dict(line.split() for line in text.splitlines())
+        limit = int(held["anon" if self._is_new else "rss"]) + more_bytes
+        name = "memory.max" if self._is_new else "memory.limit_in_bytes"
+        (self.folder / name).write_text(str(limit))
+        return limit
+
+    def remove(self) -> None:
+        """End what is still in the group, such as a solver, and the group."""
+        for _ in range(50):
+            for pid in (self.folder / "cgroup.procs").read_text().split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+                return
+            time.sleep(0.1)

@@ -15,7 +15,7 @@ from absl import flags
 from absl.testing import flagsaver
 from flax import nnx
 
-from experiments import models, train
+from experiments import memory, models, train
 from experiments.data import DatasetSpec, load_dataset
 
 IMAGES = DatasetSpec((32, 32, 3), 10)
@@ -322,3 +322,21 @@ def test_the_planning_benchmark_goes_on_where_it_stopped(tmp_path):
     assert again == greedy
     assert float(milp["over_keep_all"]) <= float(greedy["over_keep_all"])
     assert (tmp_path / "plans.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_step_benchmark_measures_a_step_beside_jit(tmp_path):
+    flags = ("--models=mlp", "--shares=100", "--seconds=0", "--time_limit=2")
+    run_module("step_benchmark", tmp_path, *flags)
+    (row,) = csv.DictReader((tmp_path / "steps.csv").read_text().splitlines())
+    assert int(row["peak_bytes"]) == int(row["planned_bytes"])
+    assert int(row["planned_bytes"]) <= int(row["budget_bytes"])
+    assert int(row["executables"]) == 1 and float(row["jit_seconds"]) > 0
+    assert float(row["loss_difference"]) < 1e-4
+    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_limit_that_cannot_be_set_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "ROOT", tmp_path)
+    with pytest.raises(OSError, match="memory cgroup") as caught:
+        memory.MemoryGroup("test")
+    assert str(tmp_path) in str(caught.value) and "Run it as root" in str(caught.value)
