@@ -28,7 +28,13 @@ import optax
 from absl import app, flags, logging
 
 import poet_jax
-from experiments.steps import flax_case, skips_case, training_step, unet_case
+from experiments.steps import (
+    flax_case,
+    read_rows,
+    skips_case,
+    training_step,
+    unet_case,
+)
 from poet_jax.errors import BudgetTooSmall
 from poet_jax.planners.judge import keep_everything
 
@@ -152,7 +158,7 @@ def measure(graph, costs, budget, name) -> dict[str, object]:
 
 
 def run(path: pathlib.Path) -> None:
-    rows = read(path)
+    rows = read_rows(path)
     done = {(r["graph"], r["kind"], r["share"], r["planner"]) for r in rows}
     names = [(name, kind) for name in CASES for kind in KINDS.value]
     names += [(name, "instance") for name in instance_paths()]
@@ -203,13 +209,6 @@ def smallest_bytes(graph, costs) -> int:
     except BudgetTooSmall as error:
         return error.smallest_bytes
     return 1
-
-
-def read(path: pathlib.Path) -> list[dict[str, str]]:
-    if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
@@ -277,7 +276,7 @@ def main(argv: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not PLOT.value:
         run(folder / "plans.csv")
-    plot(read(folder / "plans.csv"), folder / "plans.png")
+    plot(read_rows(folder / "plans.csv"), folder / "plans.png")
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from absl import app, flags, logging
 
 import poet_jax
 from experiments import memory
-from experiments.steps import flax_case, training_step, unet_case
+from experiments.steps import flax_case, read_rows, training_step, unet_case
 from poet_jax import heap
 
 SHARES = flags.DEFINE_list(
@@ -208,13 +208,6 @@ def compare(within, plain, checkpoint, fresh_state, batch, state_bytes):
     }
 
 
-def read(path: pathlib.Path) -> list[dict[str, str]]:
-    if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
     """Time over jax.jit's against memory over keep-all's, a line for each model."""
     from matplotlib.figure import Figure
@@ -263,7 +256,7 @@ def main(argv: list[str]) -> None:
                 check=True,
             )  # fmt: skip
     elif not PLOT.value:
-        rows = read(path)
+        rows = read_rows(path)
         done = {(row["model"], row["share"]) for row in rows}
         shares = [x for x in SHARES.value if (names[0], x) not in done]
         with open(path, "a", newline="") as file:
@@ -271,7 +264,7 @@ def main(argv: list[str]) -> None:
             if not rows:
                 writer.writeheader()
             measure_model(names[0], shares, writer, file.flush)
-    plot(read(path), folder / "steps.png")
+    plot(read_rows(path), folder / "steps.png")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,11 @@
-"""Training steps as plain functions of pytrees, for the benchmarks."""
+"""Training steps as plain functions of pytrees, and rows of results, for the
+benchmarks."""
 
 import contextlib
+import csv
 import dataclasses
 import math
+import pathlib
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -165,3 +168,11 @@ def skips_case(batch_size: int = 4096) -> Case:
         return _normal(0, [(width, width)] * layers), (), batch
 
     return Case(init, loss)
+
+
+def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
+    """The rows of a CSV file; none if it does not exist yet."""
+    if not path.exists():
+        return []
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))

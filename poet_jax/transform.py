@@ -292,6 +292,7 @@ class Scheduled:
             planner = self.planner
             if self._cache is not None:
                 planner = functools.partial(self._cache.plan, planner)
+                functools.update_wrapper(planner, self.planner)  # keeps its objective
 
             def whole(program: Program, costs: Costs, memory_bytes: float):
                 assert self._whole is not None

@@ -162,6 +162,14 @@ def test_the_peak_of_a_whole_step_is_xlas_own():
     assert len(less.program.instructions) > 1
 
 
+def test_its_plan_is_counted_in_the_planners_objective_also_from_a_cache(tmp_path):
+    planner = poet_jax.MilpPlanner(objective="time")
+    for cache in (None, tmp_path):
+        schedule = whole(gradient, planner=planner, plan_cache=cache).plan(W, X)
+        assert schedule.plan.objective == schedule.plan.bound
+        assert schedule.plan.objective == pytest.approx(schedule.usage.seconds)
+
+
 def test_other_shapes_are_planned_before_they_run_and_old_ones_stay_known(caplog):
     seen = []
 
