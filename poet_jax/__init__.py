@@ -10,6 +10,7 @@ from poet_jax.executors.host import HostExecutor, Run
 from poet_jax.fuse import fuse
 from poet_jax.graph import Graph, Node, Value
 from poet_jax.order import order
+from poet_jax.paged import PagedArray
 from poet_jax.pareto import Front, Point, pareto
 from poet_jax.plan import Budget, Compute, PageIn, PageOut, Plan, Stages, Status
 from poet_jax.planners.greedy import greedy, paging_only
@@ -20,7 +21,9 @@ from poet_jax.planners.sqrt import sqrt
 from poet_jax.price import Costs, load_instance, price
 from poet_jax.program import Free, Fused, Program, lower
 from poet_jax.simulate import Usage, simulate
+from poet_jax.state import init_paged, to_storage
 from poet_jax.store import FileStore, HostStore
+from poet_jax.stream import stream
 from poet_jax.trace import trace
 from poet_jax.train_step import train_step
 from poet_jax.transform import Schedule, Scheduled, schedule, value_and_grad
@@ -44,6 +47,7 @@ __all__ = [
     "PageIn",
     "PageOut",
     "PageStoreError",
+    "PagedArray",
     "PaperPlanner",
     "Plan",
     "PlanInvalid",
@@ -62,6 +66,7 @@ __all__ = [
     "fuse",
     "greedy",
     "host",
+    "init_paged",
     "keep_all",
     "load_instance",
     "lower",
@@ -72,6 +77,8 @@ __all__ = [
     "schedule",
     "simulate",
     "sqrt",
+    "stream",
+    "to_storage",
     "linen",
     "nnx",
     "trace",

@@ -127,6 +127,19 @@ class Node:
         return tuple(local[number] for number in self.outputs)
 
 
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where on storage a value lives: in an argument or an output of the function.
+
+    Attributes:
+      leaf: number of the flat argument or output.
+      block: which of its row blocks; None for all of it.
+    """
+
+    leaf: int
+    block: int | None = None
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
     """Values and nodes in execution order.
@@ -140,6 +153,8 @@ class Graph:
       constants: arrays that the function closes over, by value number.
       donated: the arguments that may be freed after their last read.
       in_tree, out_tree: pytree structures of `((*args), {**kwargs})` and of the result.
+      stored: values that are on storage, and not in RAM, when the step begins.
+      landing: values that the step leaves on storage, and not in RAM.
     """
 
     values: tuple[Value, ...]
@@ -150,11 +165,13 @@ class Graph:
     donated: frozenset[int] = frozenset()
     in_tree: Any = None
     out_tree: Any = None
+    stored: dict[int, Place] = dataclasses.field(default_factory=dict)
+    landing: dict[int, Place] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         """Raise ValueError unless every value is written once, and before it is
         read."""
-        known = set(self.arguments) | set(self.constants)
+        known = set(self.arguments) | set(self.constants) | set(self.stored)
         for node in self.nodes:
             for value in node.reads:
                 if value not in known:
@@ -190,13 +207,33 @@ class Graph:
 
     @functools.cached_property
     def pinned(self) -> frozenset[int]:
-        """Values alive throughout: constants, and arguments that the caller keeps."""
-        return (frozenset(self.arguments) | frozenset(self.constants)) - self.donated
+        """Values alive throughout: constants, and arguments that the caller keeps in
+        RAM."""
+        return frozenset(self.initial) - self.donated
 
     @functools.cached_property
     def initial(self) -> tuple[int, ...]:
-        """Values alive before the first node: arguments and constants, each once."""
-        return tuple(dict.fromkeys((*self.arguments, *self.constants)))
+        """Values in RAM before the first node: arguments and constants, each once."""
+        both = dict.fromkeys((*self.arguments, *self.constants))
+        return tuple(v for v in both if v not in self.stored)
+
+    @functools.cached_property
+    def returned(self) -> tuple[int, ...]:
+        """Values in RAM after the last node: outputs, each once."""
+        landed = {place.leaf for place in self.landing.values()}
+        return tuple(
+            dict.fromkeys(
+                v
+                for leaf, v in enumerate(self.outputs)
+                if leaf not in landed and v not in self.stored
+            )
+        )
+
+    @functools.cached_property
+    def stored_bytes(self) -> int:
+        """Of the arguments that are on storage."""
+        whole = {v for v, place in self.stored.items() if place.block is None}
+        return sum(self.values[v].nbytes for v in whole)
 
     @property
     def is_lowered(self) -> bool:
@@ -238,6 +275,10 @@ class Graph:
                 sorted(self.constants),
                 sorted(self.donated),
             ],
+            [
+                sorted((v, *dataclasses.astuple(x)) for v, x in places.items())
+                for places in (self.stored, self.landing)
+            ],
         ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
@@ -274,7 +315,7 @@ def renumber(graph: Graph, nodes: Iterable[Node]) -> Graph:
     """`graph` with `nodes` instead of its own, without the values that are left
     unused."""
     nodes = tuple(nodes)
-    used = set(graph.initial) | set(graph.outputs)
+    used = {*graph.arguments, *graph.constants, *graph.outputs}
     for node in nodes:
         used.update(node.reads, node.writes)
     new = {old: number for number, old in enumerate(sorted(used))}
@@ -293,6 +334,8 @@ def renumber(graph: Graph, nodes: Iterable[Node]) -> Graph:
         outputs=rename(graph.outputs),
         constants={new[v]: array for v, array in graph.constants.items()},
         donated=frozenset(rename(graph.donated)),
+        stored={new[v]: place for v, place in graph.stored.items() if v in new},
+        landing={new[v]: place for v, place in graph.landing.items() if v in new},
     )
 
 

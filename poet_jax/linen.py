@@ -10,6 +10,8 @@ from flax import struct
 
 from poet_jax.executors.host import Run
 from poet_jax.plan import BudgetLike
+from poet_jax.state import init_paged
+from poet_jax.store import PageStore
 from poet_jax.training import (
     LossFn,
     accepts,
@@ -93,9 +95,19 @@ class TrainStep:
             self._update, budget, donate_argnums=0, **options
         )
 
-    def init(self, key: jax.Array, batch: Any) -> TrainState:
-        """A fresh state. `loss_fn` is traced on `batch` to see how it calls the
-        model."""
+    def init(
+        self, key: jax.Array, batch: Any, store: PageStore | None = None
+    ) -> TrainState:
+        """A fresh state. `loss_fn` is traced on `batch` to see how it calls the model.
+
+        With a `store` the large leaves of the state are made there, and are never in
+        RAM together; give the same store to the step's executor.
+        """
+        if store is not None:
+            return init_paged(self._state, store, key, batch)
+        return self._state(key, batch)
+
+    def _state(self, key: jax.Array, batch: Any) -> TrainState:
         init_key, step_key = jax.random.split(key)
         loss_fn, module = self._loss_fn, self.module
 

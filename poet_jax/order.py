@@ -23,12 +23,12 @@ def order(graph: Graph) -> Graph:
 def _sink(graph: Graph, sequence: list[Node]) -> list[Node]:
     """Move nodes that start more than they end to just before their first reader."""
     result: list[Node] = []  # in reverse
-    later_reads = set(graph.outputs)
+    later_reads = set(graph.returned)
     for node in reversed(sequence):
         ended = sum(
             _freeable(graph, v) for v in set(node.reads) if v not in later_reads
         )
-        started = sum(graph.values[v].nbytes for v in node.writes)
+        started = _started(graph, node)
         place = len(result)
         if node.repeatable and started > ended:
             writes = set(node.writes)
@@ -42,29 +42,33 @@ def _sink(graph: Graph, sequence: list[Node]) -> list[Node]:
 
 
 def _rise(graph: Graph, sequence: list[Node]) -> list[Node]:
-    """Move nodes that end at least what they start to just after their last
-    producer."""
+    """Move nodes that end at least what they start to just after their last producer,
+    or the first reader of what comes from storage."""
     result: list[Node] = []
     for index, node in enumerate(sequence):
         place = len(result)
         if node.repeatable:
-            reads = set(node.reads)
-            earliest = 1 + max(
-                (
-                    i
-                    for i, other in enumerate(result)
-                    if reads.intersection(other.writes)
-                ),
-                default=-1,
-            )
-            still_read = set(graph.outputs)
+            brought = set(node.reads)
+            earliest = 0
+            for position, other in enumerate(result, start=1):
+                brings = {*other.writes, *graph.stored.keys() & set(other.reads)}
+                if brought & brings:
+                    brought -= brings
+                    earliest = position
+            still_read = set(graph.returned)
             for other in (*result[earliest:], *sequence[index + 1 :]):
                 still_read.update(other.reads)
-            ended = sum(_freeable(graph, v) for v in reads if v not in still_read)
-            if earliest and sum(graph.values[v].nbytes for v in node.writes) <= ended:
+            reads = set(node.reads) - still_read
+            ended = sum(_freeable(graph, v) for v in reads)
+            if earliest and _started(graph, node) <= ended:
                 place = earliest
         result.insert(place, node)
     return result
+
+
+def _started(graph: Graph, node: Node) -> int:
+    """Bytes that stay in RAM after a node; what lands on storage does not."""
+    return sum(graph.values[v].nbytes for v in node.writes if v not in graph.landing)
 
 
 def _freeable(graph: Graph, value: int) -> int:
@@ -77,11 +81,14 @@ def _peak(graph: Graph, sequence: Sequence[Node]) -> int:
     for position, node in enumerate(sequence):
         for value in (*node.reads, *node.writes):
             last[value] = position
-    last.update(dict.fromkeys(graph.outputs, len(sequence)))
+    last.update(dict.fromkeys(graph.returned, len(sequence)))
+    present = set(graph.initial)
     live = sum(graph.values[v].nbytes for v in graph.initial)
     peak = live
     for position, node in enumerate(sequence):
-        live += sum(graph.values[v].nbytes for v in node.writes)
+        new = {*node.reads, *node.writes} - present  # what is read comes from storage
+        present |= new
+        live += sum(graph.values[v].nbytes for v in new)
         peak = max(peak, live)
         live -= sum(
             _freeable(graph, v)

@@ -218,7 +218,8 @@ class Stages:
     Attributes:
       reruns: [N+1] nodes run again in each stage, in base order.
       page_ins: [N+1] values paged in, each just before its first read there.
-      page_outs: values written to storage, once, right after they are produced.
+      page_outs: values on storage: written there once, right after they are produced,
+        or there from the start.
     """
 
     reruns: list[set[int]]
@@ -227,13 +228,21 @@ class Stages:
 
     @classmethod
     def empty(cls, graph: Graph) -> "Stages":
+        """Every node once; what is on storage is paged in for its first read."""
         stages = range(len(graph.nodes) + 1)
-        return cls([set() for _ in stages], [set() for _ in stages], set())
+        page_ins: list[set[int]] = [set() for _ in stages]
+        for value in graph.stored:
+            if graph.readers[value]:
+                page_ins[graph.readers[value][0]].add(value)
+        page_outs = {*graph.stored, *graph.landing}
+        return cls([set() for _ in stages], page_ins, page_outs)
 
     @classmethod
     def of(cls, graph: Graph, actions: Iterable[Action]) -> "Stages":
         """The staged plan of `actions`; what a stage does is put in its own order."""
         stages = cls.empty(graph)
+        for page_ins in stages.page_ins:
+            page_ins.clear()
         stage = 0
         for action in actions:
             match action:

@@ -166,7 +166,7 @@ def lower(graph: Graph, plan: Plan) -> Program:
                 drop(value)
                 last_use[value] = position
     for value in list(last_use):
-        if value not in graph.outputs:
+        if value not in graph.returned:
             drop(value)
     instructions: list[Instruction] = [Free(v) for v in free_after[0]]
     for position, action in enumerate(actions, start=1):
@@ -177,7 +177,7 @@ def lower(graph: Graph, plan: Plan) -> Program:
 
 def _check(graph: Graph, actions: tuple[Action, ...]) -> None:
     present = set(graph.initial)
-    stored: set[int] = set()
+    stored = set(graph.stored)
     done: set[int] = set()
 
     def need(condition: bool, problem: str) -> None:
@@ -214,3 +214,4 @@ def _check(graph: Graph, actions: tuple[Action, ...]) -> None:
                 need(value in stored, f"pages in {name!r}, which was not paged out")
                 present.add(value)
     need(len(done) == len(graph.nodes), "does not compute every node")
+    need(stored.issuperset(graph.landing), "leaves state in RAM that lives on storage")

@@ -63,8 +63,9 @@ def simulate(program: Program, costs: Costs) -> Usage:
     resident = set(graph.initial)
     live = sum(nbytes[v] for v in resident)
     peak = live
-    stored: dict[int, int] = {}
-    store = store_peak = 0
+    stored = {v: nbytes[v] for v in graph.stored}
+    at_home = {*graph.stored, *graph.landing}
+    store = store_peak = graph.stored_bytes
     paged_in = paged_out = 0
     compute_lane = storage_lane = compute_seconds = joules = 0.0
     in_done: dict[int, float] = {}
@@ -140,8 +141,8 @@ def simulate(program: Program, costs: Costs) -> Usage:
         starts[row], stops[row] = start, stop
         store_peak = max(store_peak, store)
         if isinstance(instruction, PageIn) and program.last_page_in[value] == row:
-            store -= stored.pop(value)
-    for value in graph.outputs:
+            store -= 0 if value in at_home else stored.pop(value)
+    for value in graph.returned:
         require(value)
     seconds = max(compute_lane, storage_lane)
     return Usage(

@@ -1,10 +1,14 @@
-"""Where paged values wait: a store keeps arrays by number and gives back the same
+"""Where paged values wait: a store keeps arrays by key and gives back the same
 bytes."""
 
 import bisect
+import collections
+import contextlib
 import os
 import tempfile
+import threading
 import zlib
+from collections.abc import Hashable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -13,7 +17,7 @@ from poet_jax.errors import PageStoreError
 
 
 class PageStore(Protocol):
-    """Keeps the bytes of arrays. The executor calls it from one thread at a time.
+    """Keeps the bytes of arrays. Several threads may call it at the same time.
 
     Every method raises PageStoreError, naming the value, if the store cannot do it.
     """
@@ -23,15 +27,15 @@ class PageStore(Protocol):
         """Bytes kept now."""
         ...
 
-    def write(self, key: int, data: np.ndarray, name: str) -> None:
+    def write(self, key: Hashable, data: np.ndarray, name: str) -> None:
         """Keep a copy of `data`, a contiguous uint8 array, as `key`."""
         ...
 
-    def read(self, key: int, into: np.ndarray, name: str) -> None:
+    def read(self, key: Hashable, into: np.ndarray, name: str) -> None:
         """Fill `into`, a contiguous uint8 array, with the bytes of `key`."""
         ...
 
-    def delete(self, key: int) -> None:
+    def delete(self, key: Hashable) -> None:
         """Forget `key`."""
         ...
 
@@ -45,19 +49,19 @@ class HostStore:
     tests."""
 
     def __init__(self):
-        self._pages: dict[int, np.ndarray] = {}
+        self._pages: dict[Hashable, np.ndarray] = {}
 
     @property
     def nbytes(self) -> int:
-        return sum(page.nbytes for page in self._pages.values())
+        return sum(page.nbytes for page in list(self._pages.values()))
 
-    def write(self, key: int, data: np.ndarray, name: str) -> None:
+    def write(self, key: Hashable, data: np.ndarray, name: str) -> None:
         self._pages[key] = data.copy()
 
-    def read(self, key: int, into: np.ndarray, name: str) -> None:
+    def read(self, key: Hashable, into: np.ndarray, name: str) -> None:
         into[:] = self._pages[key]
 
-    def delete(self, key: int) -> None:
+    def delete(self, key: Hashable) -> None:
         del self._pages[key]
 
     def close(self) -> None:
@@ -88,15 +92,30 @@ class FileStore:
                 "change its permissions."
             )
         self._file = None
-        self._pages: dict[int, tuple[int, int, int]] = {}  # offset, length, checksum
+        # offset, length, checksum
+        self._pages: dict[Hashable, tuple[int, int, int]] = {}
         self._holes: list[tuple[int, int]] = []  # (offset, length), sorted, apart
         self._end = 0
+        self._lock = threading.Lock()
+        self._leaving: collections.deque[Hashable] = collections.deque()
 
     @property
     def nbytes(self) -> int:
-        return sum(length for _, length, _ in self._pages.values())
+        with self._locked():
+            return sum(length for _, length, _ in self._pages.values())
 
-    def write(self, key: int, data: np.ndarray, name: str) -> None:
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """For one thread at a time, and after all that was to be deleted is."""
+        with self._lock:
+            self._forget()
+            yield
+
+    def write(self, key: Hashable, data: np.ndarray, name: str) -> None:
+        with self._locked():
+            self._write(key, data, name)
+
+    def _write(self, key: Hashable, data: np.ndarray, name: str) -> None:
         try:
             if self._file is None:
                 self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)
@@ -106,17 +125,22 @@ class FileStore:
             while done < data.nbytes:
                 done += os.pwrite(self._file.fileno(), view[done:], offset + done)
         except OSError as error:
-            if key in self._pages:
-                self.delete(key)
+            self._leaving.append(key)
+            self._forget()
+            held_bytes = sum(length for _, length, _ in self._pages.values())
             raise PageStoreError(
                 f"{name!r} ({data.nbytes} bytes) was to be paged out to "
                 f"{self.folder!r}, which failed: {error.strerror}. The store held "
-                f"{self.nbytes} bytes. "
+                f"{held_bytes} bytes. "
                 "Free some room there, type FileStore(another_folder), or limit the "
                 "plan with Budget(store_bytes=...)."
             ) from error
 
-    def read(self, key: int, into: np.ndarray, name: str) -> None:
+    def read(self, key: Hashable, into: np.ndarray, name: str) -> None:
+        with self._locked():
+            self._read(key, into, name)
+
+    def _read(self, key: Hashable, into: np.ndarray, name: str) -> None:
         offset, length, checksum = self._pages[key]
         done = 0
         try:
@@ -140,24 +164,38 @@ class FileStore:
                 "FileStore(another_folder)."
             ) from error
 
-    def delete(self, key: int) -> None:
-        offset, length, _ = self._pages.pop(key)
-        bisect.insort(self._holes, (offset, length))
-        merged: list[tuple[int, int]] = []
-        for hole, size in self._holes:
-            if merged and sum(merged[-1]) == hole:
-                merged[-1] = (merged[-1][0], merged[-1][1] + size)
-            else:
-                merged.append((hole, size))
-        self._holes = merged
+    def delete(self, key: Hashable) -> None:
+        # Also called for garbage, in the middle of whatever this or another thread
+        # does; then whoever has the lock next forgets the key.
+        self._leaving.append(key)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._forget()
+            finally:
+                self._lock.release()
+
+    def _forget(self) -> None:
+        while self._leaving:
+            page = self._pages.pop(self._leaving.popleft(), None)
+            if page is None:
+                continue
+            bisect.insort(self._holes, page[:2])
+            merged: list[tuple[int, int]] = []
+            for hole, size in self._holes:
+                if merged and sum(merged[-1]) == hole:
+                    merged[-1] = (merged[-1][0], merged[-1][1] + size)
+                else:
+                    merged.append((hole, size))
+            self._holes = merged
 
     def close(self) -> None:
-        self._pages.clear()
-        self._holes.clear()
-        self._end = 0
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        with self._locked():
+            self._pages.clear()
+            self._holes.clear()
+            self._end = 0
+            if self._file is not None:
+                self._file.close()
+                self._file = None
 
     def _allocate(self, nbytes: int) -> int:
         """Offset of the first hole that is large enough, or the end of the file."""

@@ -28,6 +28,7 @@ from poet_jax.executors.host import HostExecutor, Run
 from poet_jax.executors.whole import NotPlanned, WholeStep, whole_step
 from poet_jax.graph import Graph
 from poet_jax.order import order
+from poet_jax.paged import PagedArray, at_home
 from poet_jax.pareto import Front, pareto
 from poet_jax.plan import (
     Budget,
@@ -45,6 +46,7 @@ from poet_jax.planners.milp import MilpPlanner
 from poet_jax.price import Costs, costs_from_dict, costs_to_dict, price
 from poet_jax.program import Program, lower, program_from_list, program_to_list
 from poet_jax.simulate import Usage, simulate
+from poet_jax.stream import stream
 from poet_jax.trace import trace
 from poet_jax.units import format_bytes
 
@@ -308,7 +310,7 @@ class Scheduled:
                 costs,
                 self.budget,
                 planner,
-                whole if self._whole is not None else None,
+                None if self._whole is None or graph.stored else whole,
                 self._prepare,
             )
             self._latest = key
@@ -327,7 +329,10 @@ class Scheduled:
         return fun
 
     def _priced(self, args, kwargs, reason: str = "") -> tuple[Graph, Costs]:
+        leaves = jax.tree.leaves(self._static.remove(args, kwargs))
+        paged = [n for n, x in enumerate(leaves) if isinstance(x, PagedArray)]
         try:
+            args, kwargs = jax.tree.map(_shape_of_paged, (args, kwargs))
             graph = coarsen(trace(self._jitted, *args, **kwargs))
         except CannotTrace as error:
             if not reason or isinstance(error, ClosesOverTracer):
@@ -335,6 +340,8 @@ class Scheduled:
             raise CannotTrace(
                 f"{error} What changed since the last call: {reason}."
             ) from error
+        if paged:
+            graph = stream(at_home(graph, paged))
         for change in self.passes:
             graph = change(graph)
         with jax.ensure_compile_time_eval():
@@ -391,7 +398,15 @@ class _StaticArguments:
         )
 
 
+def _shape_of_paged(leaf: Any) -> Any:
+    if isinstance(leaf, PagedArray):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return leaf
+
+
 def _aval(leaf: Any) -> Any:
+    if isinstance(leaf, PagedArray):
+        return leaf.shape, f"{leaf.dtype} on storage", False
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return leaf.shape, str(leaf.dtype), bool(getattr(leaf, "weak_type", False))
     try:

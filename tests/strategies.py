@@ -1,6 +1,7 @@
 """Random graphs, costs and programs, the planners, a store that keeps a record, and the
 brute-force search that planners are held against."""
 
+import dataclasses
 import heapq
 import itertools
 
@@ -10,6 +11,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 import poet_jax
+from poet_jax.graph import Place
 from poet_jax.planners.judge import floor_bytes, keep_everything
 
 DEVICE = poet_jax.devices.RASPBERRY_PI_4
@@ -48,7 +50,7 @@ def attempt(planner, graph, costs, budget):
 
 
 @st.composite
-def graphs(draw, min_nodes=4, max_nodes=9, static_watts=(0.0, 0.5)):
+def graphs(draw, min_nodes=4, max_nodes=9, static_watts=(0.0, 0.5), stored=True):
     """(graph, costs) without equations: small whole numbers, so that two plans cost
     either the same or visibly different amounts."""
     count = draw(st.integers(min_nodes, max_nodes))
@@ -56,6 +58,8 @@ def graphs(draw, min_nodes=4, max_nodes=9, static_watts=(0.0, 0.5)):
     # Numbers of hypothesis's own are mostly zero; those of a seed are spread out.
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     graph = kind(rng, count)
+    if stored and rng.random() < 0.4:
+        graph = partly_at_home(rng, graph)
     size = len(graph.values)
     return graph, poet_jax.Costs(
         seconds=rng.integers(1, 10, count).astype(float),
@@ -145,6 +149,22 @@ def random_graph(rng, count):
         tuple(int(v) for v in outputs),
         donated=frozenset(v for v in arguments if rng.random() < 0.5),
     )
+
+
+def partly_at_home(rng, graph):
+    """`graph` with some arguments on storage, and some results that land there."""
+    pageable = [v for v, value in enumerate(graph.values) if value.pageable]
+    stored = {
+        v: Place(leaf)
+        for leaf, v in enumerate(graph.arguments)
+        if v in pageable and rng.random() < 0.7
+    }
+    landing = {
+        v: Place(leaf)
+        for leaf, v in enumerate(graph.outputs)
+        if v in pageable and v in graph.producer and rng.random() < 0.5
+    }
+    return dataclasses.replace(graph, stored=stored, landing=landing)
 
 
 @st.composite
@@ -246,7 +266,8 @@ def brute_force(graph, costs, memory_bytes):
 
     reads = [mask(node.reads) for node in graph.nodes]
     writes = [mask(node.writes) for node in graph.nodes]
-    pinned, wanted = mask(graph.pinned), mask(graph.outputs)
+    pinned, wanted = mask(graph.pinned), mask(graph.returned)
+    landing = mask(graph.landing)
 
     def moves(stage, last, ram, stored):
         for v in everything:
@@ -267,7 +288,7 @@ def brute_force(graph, costs, memory_bytes):
             state = (stage + 1, -1) if n == stage else (stage, n)
             yield costs.joules[n], (*state, after, stored)
 
-    start = (0, -1, mask(graph.initial), 0)
+    start = (0, -1, mask(graph.initial), mask(graph.stored))
     if size(start[2]) > memory_bytes:
         return None
     tie = itertools.count()
@@ -276,7 +297,7 @@ def brute_force(graph, costs, memory_bytes):
         joules, _, state = heapq.heappop(heap)
         if joules > best[state]:
             continue
-        if state[0] == count and not wanted & ~state[2]:
+        if state[0] == count and not (wanted & ~state[2] or landing & ~state[3]):
             return joules
         for cost, following in moves(*state):
             total = joules + float(cost)

@@ -7,12 +7,12 @@ import poet_jax
 
 PACKAGE = pathlib.Path(poet_jax.__file__).parent
 LAYERS = """
-    units progress errors graph trace coarsen order convolution heap store compile
+    units progress errors graph trace coarsen order convolution heap store paged compile
     device price plan program simulate fuse
     planners planners.judge planners.keep_all planners.sqrt planners.greedy
     planners.repair planners.worker planners.solver planners.objective planners.cuts
     planners.milp planners.paper executors executors.buffers executors.host
-    executors.whole explain
+    executors.whole explain stream state
     pareto cache transform training nnx linen train_step
     __init__
 """.split()

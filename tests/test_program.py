@@ -142,7 +142,7 @@ def test_what_is_in_ram_is_read_again_or_returned(planner, case):
             return graph.nodes[x.node].writes
         return (x.value,) if isinstance(x, PageIn) else ()
 
-    needed = set(graph.outputs) | graph.pinned
+    needed = set(graph.returned) | graph.pinned
     needed_after = []
     for x in reversed(instructions):
         needed_after.append(set(needed))
@@ -158,4 +158,4 @@ def test_what_is_in_ram_is_read_again_or_returned(planner, case):
         following = instructions[row + 1 : row + 2]
         if not following or not isinstance(following[0], Free):
             assert ram <= needed_after[row]
-    assert ram.issuperset(graph.outputs)
+    assert ram.issuperset(graph.returned)

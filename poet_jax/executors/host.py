@@ -1,7 +1,9 @@
 """The interpreter: run a program's instructions one by one, within the budget."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
+import itertools
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +25,7 @@ from poet_jax.errors import PlanInvalid
 from poet_jax.executors.buffers import Pool, view
 from poet_jax.fuse import fuse
 from poet_jax.graph import Value
+from poet_jax.paged import PagedArray
 from poet_jax.plan import Compute, PageIn, PageOut
 from poet_jax.price import Costs
 from poet_jax.program import Free, Fused, Program
@@ -199,14 +202,14 @@ class Runner:
             )
         outputs = self.run(
             [
-                leaf if type(leaf) is ARRAY_TYPE else jax.numpy.asarray(leaf)
+                leaf if type(leaf) in READY_TYPES else jax.numpy.asarray(leaf)
                 for leaf in leaves
             ]
         )
         return jax.tree.unflatten(graph.out_tree, outputs)
 
-    def run(self, leaves: list[jax.Array]) -> list[jax.Array]:
-        """Flat arguments to flat outputs."""
+    def run(self, leaves: list[Any]) -> list[Any]:
+        """Flat arguments to flat outputs, each a jax.Array or a PagedArray."""
         start = time.perf_counter()
         pool, self._pool = self._pool, None  # a second thread gets a pool of its own
         if pool is None:
@@ -215,7 +218,7 @@ class Runner:
         try:
             for instruction in self.program.instructions:
                 step.do(instruction)
-            step.finish()
+            outputs = step.finish()
         finally:
             step.close()
         pool.end()
@@ -229,21 +232,34 @@ class Runner:
             storage_seconds=step.storage_seconds,
             waiting_seconds=step.waiting_seconds,
         )
-        return [step.arrays[v] for v in self.program.graph.outputs]
+        return outputs
 
 
 # What most arguments are; asking for a type is ten times as fast as isinstance.
-ARRAY_TYPE = type(jax.numpy.zeros(()))
+READY_TYPES = {type(jax.numpy.zeros(())), PagedArray}
+_runs = itertools.count()
 
 
 class _Step:
     """The state of one run: arrays in RAM, transfers under way, and the ledger."""
 
-    def __init__(self, runner: Runner, leaves: list[jax.Array], pool: Pool):
+    def __init__(self, runner: Runner, leaves: list[Any], pool: Pool):
         graph = runner.program.graph
         self.runner, self.graph, self.store = runner, graph, runner.store
+        self.number = next(_runs)
+        self.leaves = leaves
         self.arrays: dict[int, jax.Array] = dict(graph.constants)
-        self.arrays.update(zip(graph.arguments, leaves, strict=True))
+        for value, leaf in zip(graph.arguments, leaves, strict=True):
+            if value not in graph.stored:
+                self.arrays[value] = leaf
+        self.landed: dict[int, PagedArray] = {}  # by flat output
+        for place in graph.landing.values():
+            whole = graph.values[graph.outputs[place.leaf]]
+            if place.leaf not in self.landed:
+                paged = PagedArray(self.store, whole.shape, whole.dtype)
+                self.landed[place.leaf] = paged
+        self.waiting: set[Any] = set()  # keys of values in the store
+        self.is_done = False
         # One array may be several arguments; it goes when the last of them is freed.
         self.holders = Counter(map(id, self.arrays.values()))
         self.loading: dict[int, concurrent.futures.Future] = {}
@@ -338,7 +354,13 @@ class _Step:
 
     def save(self, value: int, array: jax.Array) -> None:
         start = time.perf_counter()
-        self.store.write(value, self.bytes_of(array), self.graph.values[value].name)
+        data, name = self.bytes_of(array), self.graph.values[value].name
+        place = self.graph.landing.get(value)
+        if place is not None:
+            self.landed[place.leaf].write(data, place.block, name)
+        else:
+            self.waiting.add(self.key(value))
+            self.store.write(self.key(value), data, name)
         self.bytes_paged_out += self.runner.nbytes[value]
         self.storage_seconds += time.perf_counter() - start
 
@@ -346,15 +368,27 @@ class _Step:
         description = self.graph.values[value]
         data = np.empty(description.nbytes, np.uint8) if array is None else view(array)
         start = time.perf_counter()
-        self.store.read(value, data, description.name)
+        if value in self.graph.stored:
+            place = self.graph.stored[value]
+            self.leaves[place.leaf].read(data, place.block, description.name)
+        elif value in self.graph.landing:
+            place = self.graph.landing[value]
+            self.landed[place.leaf].read(data, place.block, description.name)
+        else:
+            self.store.read(self.key(value), data, description.name)
+            if last:
+                self.store.delete(self.key(value))
+                self.waiting.remove(self.key(value))
         self.bytes_paged_in += data.nbytes
         self.storage_seconds += time.perf_counter() - start
-        if last:
-            self.store.delete(value)
         if array is not None:
             return array
         host = data.view(description.dtype).reshape(description.shape)
         return jax.block_until_ready(jax.device_put(host))
+
+    def key(self, value: int) -> tuple[int, int]:
+        """Of a value in the store, which other runs and arrays may share."""
+        return self.number, value
 
     def bytes_of(self, array: jax.Array) -> np.ndarray:
         """[nbytes] for the store; NumPy's own view would keep a buffer from reuse."""
@@ -366,15 +400,39 @@ class _Step:
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
-    def finish(self) -> None:
-        """Wait for what is under way; every output is ready, whatever was paged out."""
+    def finish(self) -> list[Any]:
+        """Wait for what is under way; the flat outputs, in RAM or on storage.
+
+        From here on the step is done, and donated arguments on storage go.
+        """
         for value in list(self.loading):
             self.ready(value)
         for future in self.saving.values():
             self.wait(future)
+        self.is_done = True
+        graph = self.graph
+        outputs = [
+            self.landed[leaf]
+            if leaf in self.landed
+            else self.leaves[graph.stored[value].leaf]
+            if value in graph.stored
+            else self.arrays[value]
+            for leaf, value in enumerate(graph.outputs)
+        ]
+        kept = set(map(id, outputs))
+        for value in graph.donated.intersection(graph.stored):
+            paged = self.leaves[graph.stored[value].leaf]
+            if id(paged) not in kept:
+                paged.delete()
+        return outputs
 
     def close(self) -> None:
-        """Stop the storage thread and leave the store empty, also after an error."""
+        """Stop the storage thread; after an error nothing of the step stays in the
+        store."""
         self.storage.shutdown(wait=True, cancel_futures=True)
-        if self.store.nbytes:
-            self.store.close()
+        for key in self.waiting:
+            with contextlib.suppress(KeyError):  # it was never written
+                self.store.delete(key)
+        if not self.is_done:
+            for paged in self.landed.values():
+                paged.delete()

@@ -84,6 +84,7 @@ class Cuts:
         else:
             self.unit, _ = minimise(
                 self.model,
+                graph,
                 costs,
                 budget,
                 planner.objective,
@@ -109,7 +110,7 @@ class Cuts:
     def reads(self, stage: int) -> tuple[int, ...]:
         if stage < len(self.graph.nodes):
             return self.graph.nodes[stage].reads
-        return tuple(dict.fromkeys(self.graph.outputs))
+        return self.graph.returned
 
     def _variables(self) -> None:
         """From the last segment back: what it or a later one may need, and from
@@ -129,16 +130,21 @@ class Cuts:
                 both = (*graph.nodes[node].reads, *graph.nodes[node].writes)
                 touched.update(v for v in both if self.is_older(v, segment))
             later |= touched
-            for v in later if segment else ():
-                if v not in touched:  # nothing about it changes in this segment
+            for v in later if segment else later.intersection(graph.stored):
+                if segment and v not in touched:  # nothing about it changes here
                     self.x[v, segment] = self.x[v, segment + 1]
                     continue
-                self.x[v, segment] = model.add_var(binary=True)
+                if segment:
+                    self.x[v, segment] = model.add_var(binary=True)
                 if graph.values[v].pageable:
                     self.page_in[v, segment] = model.add_var(binary=True)
+                    if v in graph.stored:
+                        continue
                     if v not in self.page_out:
                         self.page_out[v] = model.add_var(ub=1)
                     model += self.page_in[v, segment] <= self.page_out[v]  # (17)
+        for v in graph.landing.keys() - self.page_out:
+            self.page_out[v] = model.add_var(ub=1)
 
     def ancestors(self, values: Iterable[int]) -> list[int]:
         """Nodes that may run again for `values`, in base order.
@@ -165,17 +171,18 @@ class Cuts:
         return xsum(y[n, segment] for y, n in places if (n, segment) in y)
 
     def _source_rows(self) -> None:
-        model = self.model
-        for segment in range(1, self.last + 1):
-            for v in self.needed[segment]:
+        model, stored = self.model, self.graph.stored
+        for segment, needed in enumerate(self.needed):
+            for v in needed if segment else needed.intersection(stored):
                 model += self.sources(v, segment) >= 1  # (13)
         for (node, segment), again in self.r.items():
             for v in self.graph.nodes[node].reads:
-                if segment and self.is_older(v, segment):
+                if (segment or v in stored) and self.is_older(v, segment):
                     model += again <= self.sources(v, segment)  # (14)
         for (v, cut), kept in self.x.items():
             same = self.x.get((v, cut - 1)) is kept
-            if cut > 1 and not same and self.is_older(v, cut - 1):
+            begins = cut == 1 and v not in stored  # in RAM, then
+            if not (begins or same) and self.is_older(v, cut - 1):
                 model += kept <= self.sources(v, cut - 1)  # (15)
 
     def _window_rows(self, start: int) -> None:
@@ -247,12 +254,14 @@ class Cuts:
         for cut in range(1, self.last + 1):
             stored: dict[int, Any] = {}
             for (v, segment), loaded in self.page_in.items():
-                if segment >= cut and self.is_older(v, cut):
+                at_home = v in self.graph.stored or v in self.graph.landing
+                if segment >= cut and self.is_older(v, cut) and not at_home:
                     if v not in stored:
                         stored[v] = self.model.add_var(ub=1)
                     self.model += loaded <= stored[v]
             total = xsum(self.nbytes[v] / unit * y for v, y in stored.items())
-            self.model += total <= self.budget.store_bytes / unit
+            room_bytes = self.budget.store_bytes - self.graph.stored_bytes
+            self.model += total <= room_bytes / unit
 
     def solve(self, seconds: float, gap: float, start: Judged | None):
         """(plan or None, a lower bound in the objective's unit)."""

@@ -12,8 +12,8 @@ from poet_jax.planners.judge import (
     budget_too_small,
     fits,
     judge,
-    keep_all_objective,
     keep_everything,
+    least_objective,
     objective_of,
     prefetch,
 )
@@ -42,7 +42,7 @@ def _plan(name: str, graph: Graph, costs: Costs, budget: Budget, remat: bool) ->
     judged = evict(graph, costs, budget, remat=remat)
     if not fits(judged.usage, budget):
         raise budget_too_small(graph, costs, budget, judged, name)
-    return judged.plan(name, since, bound=keep_all_objective(costs, "energy"))
+    return judged.plan(name, since, bound=least_objective(graph, costs, "energy"))
 
 
 def evict(
@@ -202,7 +202,7 @@ class Life:
         end = len(judged.program.instructions)
         while len(self.begins) <= len(graph.nodes):
             self.begins.append(end)
-        for value in set(graph.outputs):
+        for value in graph.returned:
             self.reads[value].append((end, len(graph.nodes)))
 
     def waiting(self) -> Iterator[tuple[int, int]]:
@@ -226,6 +226,10 @@ class Life:
         if read == len(reads) or reads[read][0] > last:
             return None
         return spans[index - 1]
+
+    def is_first(self, value: int, row: int) -> bool:
+        """Whether a value that comes at a row was not in RAM before."""
+        return self.spans[value][0] == row
 
     def is_there(self, value: int, stage: int) -> bool:
         """Whether a value is in RAM when a stage begins."""

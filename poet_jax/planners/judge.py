@@ -18,12 +18,17 @@ def objective_of(usage: Usage, objective: str) -> float:
     return usage.joules if objective == "energy" else usage.seconds
 
 
-def keep_all_objective(costs: Costs, objective: str) -> float:
-    """Every node once and nothing paged: a lower bound on the objective of any plan."""
-    seconds = float(costs.seconds.sum())
+def least_objective(graph: Graph, costs: Costs, objective: str) -> float:
+    """Every node once, and nothing paged but what lives on storage: a lower bound on
+    the objective of any plan."""
+    read = [v for v in graph.stored if graph.readers[v]]
+    landing = list(graph.landing)
+    storage = costs.page_in_seconds[read].sum() + costs.page_out_seconds[landing].sum()
+    seconds = float(max(costs.seconds.sum(), storage))
     if objective == "time":
         return seconds
-    return float(costs.joules.sum()) + costs.static_watts * seconds
+    paging = costs.page_in_joules[read].sum() + costs.page_out_joules[landing].sum()
+    return float(costs.joules.sum() + paging) + costs.static_watts * seconds
 
 
 def fits(usage: Usage, budget: Budget) -> bool:
@@ -187,4 +192,4 @@ def floor_bytes(graph: Graph, costs: Costs) -> int:
         total((*node.reads, *node.writes)) + int(costs.workspace_bytes[number])
         for number, node in enumerate(graph.nodes)
     ]
-    return max(*nodes, total(graph.initial), total(graph.outputs), 0)
+    return max(*nodes, total(graph.initial), total(graph.returned), 0)

@@ -31,8 +31,8 @@ from poet_jax.planners.judge import (
     floor_bytes,
     is_too_late,
     judge,
-    keep_all_objective,
     keep_everything,
+    least_objective,
     objective_of,
     prefetch,
 )
@@ -114,11 +114,14 @@ class MilpPlanner:
         kept = _matching(graph, "keep", self.keep)
         in_ram = kept | _matching(graph, "never_page", self.never_page)
         once = kept | _matching(graph, "never_remat", self.never_remat)
+        at_home = {*graph.stored, *graph.landing}
         return dataclasses.replace(
             graph,
             values=tuple(
                 dataclasses.replace(
-                    value, pageable=value.pageable and self.paging and v not in in_ram
+                    value,
+                    pageable=value.pageable
+                    and (v in at_home or (self.paging and v not in in_ram)),
                 )
                 for v, value in enumerate(graph.values)
             ),
@@ -160,7 +163,7 @@ class _Search:
     def __init__(self, planner: MilpPlanner, graph, costs, budget, since: float):
         self.planner, self.graph, self.costs = planner, graph, costs
         self.budget, self.since = budget, since
-        self.bound = keep_all_objective(costs, planner.objective)
+        self.bound = least_objective(graph, costs, planner.objective)
         self.best: Judged | None = None
         self.solver_found = False  # a plan, however good
         self.statistics: dict[str, int] = {}
@@ -464,7 +467,7 @@ class Formulation:
     def reads(self, stage: int) -> tuple[int, ...]:
         if stage < self.count:
             return self.graph.nodes[stage].reads
-        return tuple(dict.fromkeys(self.graph.outputs))
+        return self.graph.returned
 
     def _candidates(self, stage: int) -> list[int]:
         """C(t): the nodes that may run again in stage t, ascending."""
@@ -484,7 +487,7 @@ class Formulation:
             for i in self.candidates[stage]:
                 for v in (*graph.nodes[i].reads, *graph.nodes[i].writes):
                     touches[v].add(stage)
-        for v in range(len(graph.values)):
+        for v in {*graph.initial, *graph.producer}:
             touches[v].add(graph.producer.get(v, -1))
         return {v: sorted(s) for v, s in touches.items() if v not in graph.pinned}
 
@@ -507,19 +510,21 @@ class Formulation:
                 for v in graph.nodes[i].reads:
                     self.readers_in.setdefault((v, t), []).append(i)
         for v, stages in self.touches.items():
-            if not (graph.values[v].pageable and self.nbytes[v]):
+            worth = self.nbytes[v] or v in graph.stored
+            if not (graph.values[v].pageable and worth):
                 continue
-            for t in stages[1:]:
+            for t in stages if v in graph.stored else stages[1:]:
                 if v in self.reads(t) or (v, t) in self.readers_in:
                     self.page_in[v, t] = model.add_var(binary=True)
-            if any((v, t) in self.page_in for t in stages):
+            if v not in graph.stored and any((v, t) in self.page_in for t in stages):
                 self.page_out[v] = model.add_var(ub=1)
+        for v in graph.landing.keys() - self.page_out:
+            self.page_out[v] = model.add_var(ub=1)
 
     def avail(self, v: int, k: int):
-        """avail(v, t) at touch k >= 1: kept since the last touch, paged in or run
-        again."""
+        """avail(v, t) at touch k: kept since the last touch, paged in or run again."""
         t = self.touches[v][k]
-        terms = [self.x[v, k - 1]]
+        terms = [self.x[v, k - 1]] if k else []
         if (v, t) in self.page_in:
             terms.append(self.page_in[v, t])
         if (self.graph.producer.get(v), t) in self.r:
@@ -529,7 +534,7 @@ class Formulation:
     def _presence_rows(self) -> None:
         for v, stages in self.touches.items():
             for k, t in enumerate(stages):
-                if k == 0:
+                if k == 0 and v not in self.graph.stored:
                     continue  # produced here, or an argument at the start
                 avail = self.avail(v, k)
                 if v in self.reads(t):
@@ -541,7 +546,8 @@ class Formulation:
                     if (v, k) in self.x:
                         self.model += self.x[v, k] <= avail  # (3)
                 if (v, t) in self.page_in:
-                    self.model += self.page_in[v, t] <= self.page_out[v]  # (5)
+                    if v in self.page_out:
+                        self.model += self.page_in[v, t] <= self.page_out[v]  # (5)
                     if v not in self.reads(t):
                         readers = [self.r[i, t] for i in self.readers_in[v, t]]
                         self.model += self.page_in[v, t] <= xsum(readers)  # (6)
@@ -693,7 +699,8 @@ class Formulation:
         if self.budget is None or self.budget.store_bytes is None:
             return
         stored = defaultdict(list)
-        for v in self.page_out:
+        home_bytes = self.graph.stored_bytes
+        for v in self.page_out.keys() - self.graph.landing:
             later = [t for t in self.touches[v] if (v, t) in self.page_in]
             for stage in range(max(self.touches[v][0], 0), later[-1]):
                 held = self.model.add_var(ub=1)
@@ -702,7 +709,8 @@ class Formulation:
                         self.model += held >= self.page_in[v, t]
                 stored[stage].append(self.nbytes[v] / self.unit * held)
         for terms in stored.values():
-            self.model += xsum(terms) <= self.budget.store_bytes / self.unit
+            room_bytes = self.budget.store_bytes - home_bytes
+            self.model += xsum(terms) <= room_bytes / self.unit
 
     def _objective(self) -> None:
         """Joules or seconds of the whole step; (11) seconds are at least each
@@ -714,6 +722,7 @@ class Formulation:
         self.deadline = self.budget.seconds
         self.objective_unit, self.seconds = minimise(
             self.model,
+            self.graph,
             self.costs,
             self.budget,
             self.planner.objective,
@@ -757,7 +766,7 @@ class Formulation:
                     reads.update((v, stage) for v in self.graph.nodes[number].reads)
                 case PageIn(value):
                     page_ins.append((value, stage))
-        reads.update((v, self.count) for v in self.graph.outputs)
+        reads.update((v, self.count) for v in self.graph.returned)
         arrived = set()
         for v, stage in page_ins:  # prefetched: it counts where it is first read
             later = [t for u, t in reads if u == v and t >= stage]
@@ -768,7 +777,7 @@ class Formulation:
         for v, stages in self.touches.items():
             new = {
                 t
-                for t in stages[1:]
+                for t in stages
                 if (v, t) in arrived or (self.graph.producer.get(v), t) in reruns
             }
             used = {t for t in stages if (v, t) in reads}

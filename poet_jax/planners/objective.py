@@ -3,14 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
+from poet_jax.graph import Graph
 from poet_jax.plan import Budget
-from poet_jax.planners.judge import keep_all_objective
+from poet_jax.planners.judge import least_objective
 from poet_jax.planners.solver import Model, xsum
 from poet_jax.price import Costs
 
 
 def minimise(
     model: Model,
+    graph: Graph,
     costs: Costs,
     budget: Budget,
     objective: str,
@@ -24,7 +26,7 @@ def minimise(
       objective: "energy" or "time".
       reruns: variables by node and any second number.
       page_ins: variables by value and any second number.
-      page_outs: variables by value.
+      page_outs: variables by value; those of values that land on storage are 1.
 
     Returns the joules or seconds that count as one in the model, and its variable of
     seconds.
@@ -36,6 +38,8 @@ def minimise(
         (costs.page_out_seconds, costs.page_out_joules, v, y)
         for v, y in page_outs.items()
     ]
+    for v in graph.landing:
+        model += page_outs[v] >= 1
     seconds = model.add_var()
     again = xsum(float(costs.seconds[i]) * y for (i, _), y in reruns.items())
     model += seconds >= float(costs.seconds.sum()) + again  # (11)
@@ -48,6 +52,6 @@ def minimise(
         joules += [float(cost[v]) * y for _, cost, v, y in transfers]
         value = float(costs.joules.sum()) + costs.static_watts * seconds + xsum(joules)
     # Solvers stop at absolute differences too, so keep-all counts as 1000.
-    unit = keep_all_objective(costs, objective) / 1000 or 1.0
+    unit = least_objective(graph, costs, objective) / 1000 or 1.0
     model.objective = value * (1 / unit)
     return unit, seconds

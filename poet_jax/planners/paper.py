@@ -17,8 +17,8 @@ from poet_jax.planners.judge import (
     budget_too_small,
     fits,
     judge,
-    keep_all_objective,
     keep_everything,
+    least_objective,
     prefetch,
 )
 from poet_jax.planners.solver import Model, check_solver, xsum
@@ -76,8 +76,9 @@ class PaperPlanner:
     def __call__(self, graph: Graph, costs: Costs, budget: Budget) -> Plan:
         since = time.monotonic()
         judged = keep_everything(graph, costs)
-        bound = keep_all_objective(costs, "energy")
-        status = Status.OPTIMAL
+        bound = least_objective(graph, costs, "energy")
+        at_home = graph.stored or graph.landing
+        status = Status.HEURISTIC if at_home else Status.OPTIMAL
         if not fits(judged.usage, budget):
             solution = self.solve(graph, costs, budget)
             if solution is None:

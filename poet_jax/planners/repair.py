@@ -43,7 +43,8 @@ def refill(
                 stages.reruns[back.stage].discard(back.action.node)
             else:
                 stages.page_ins[back.stage].discard(back.action.value)
-        stages.page_outs &= set().union(*stages.page_ins)
+        at_home = {*graph.stored, *graph.landing}
+        stages.page_outs &= at_home.union(*stages.page_ins)
         better = judge(graph, costs, stages.actions(graph))
         before, after = (objective_of(x.usage, objective) for x in (judged, better))
         if not (kept and fits(better.usage, budget)) or after > before:
@@ -93,6 +94,8 @@ def _returns(judged: Judged, eviction: Eviction) -> Iterator[_Return]:
             values, cost = eviction.graph.nodes[x.node].writes, eviction.node_cost
             cost = float(cost[x.node])
         elif isinstance(x, PageIn):
+            if life.is_first(x.value, row):
+                continue  # from its home on storage
             values, cost = (x.value,), float(eviction.in_cost[x.value])
         else:
             continue

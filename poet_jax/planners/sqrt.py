@@ -9,8 +9,8 @@ from poet_jax.planners.judge import (
     budget_too_small,
     fits,
     judge,
-    keep_all_objective,
     keep_everything,
+    least_objective,
 )
 from poet_jax.price import Costs
 
@@ -29,7 +29,7 @@ def sqrt(graph: Graph, costs: Costs, budget: Budget) -> Plan:
             judged = segments
     if not fits(judged.usage, budget):
         raise budget_too_small(graph, costs, budget, judged, "sqrt")
-    return judged.plan("sqrt", since, bound=keep_all_objective(costs, "energy"))
+    return judged.plan("sqrt", since, bound=least_objective(graph, costs, "energy"))
 
 
 def _stages(graph: Graph) -> Stages:

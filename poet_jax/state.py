@@ -1,0 +1,44 @@
+"""State on storage: made there without ever being in RAM as a whole."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from poet_jax.coarsen import coarsen
+from poet_jax.executors.host import HostExecutor
+from poet_jax.order import order
+from poet_jax.paged import SMALL_BYTES, PagedArray, land
+from poet_jax.plan import Plan, Stages, Status
+from poet_jax.program import lower
+from poet_jax.store import PageStore
+from poet_jax.trace import trace
+
+
+def init_paged(
+    init_fn: Callable, store: PageStore, *args: Any, min_bytes: int = SMALL_BYTES
+) -> Any:
+    """`init_fn(*args)` with its large results in `store`, each as a `PagedArray`.
+
+    Every result is computed, written to the store and freed before the next, so RAM
+    holds about the largest of them with what it is made from, not the state. Results
+    of fewer than `min_bytes` are ordinary arrays. Raises CannotTrace, and
+    PageStoreError if the store is full.
+    """
+    graph = land(order(coarsen(trace(init_fn, *args))), min_bytes)
+    actions = Stages.empty(graph).actions(graph)
+    program = lower(graph, Plan(actions, Status.HEURISTIC, 0.0, 0.0, "init_paged"))
+    leaves = jax.tree.leaves((args, {}))
+    runner = HostExecutor(store, fuse=False)(program)
+    return jax.tree.unflatten(graph.out_tree, runner.run(list(leaves)))
+
+
+def to_storage(state: Any, store: PageStore, min_bytes: int = SMALL_BYTES) -> Any:
+    """`state`, a pytree of arrays, with those of at least `min_bytes` in `store`."""
+
+    def move(path, leaf):
+        if isinstance(leaf, PagedArray) or getattr(leaf, "nbytes", 0) < min_bytes:
+            return leaf
+        return PagedArray.of(leaf, store, jax.tree_util.keystr(path))
+
+    return jax.tree_util.tree_map_with_path(move, state)

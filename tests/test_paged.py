@@ -1,0 +1,309 @@
+"""State on storage: the same numbers, within the budget, and whole after any fault."""
+
+import gc
+import pickle
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toy import OPTIONS
+
+import poet_jax
+from poet_jax import paged
+from poet_jax.paged import PagedArray, row_blocks
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2),
+    "momentum": optax.sgd(1e-2, momentum=0.9),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
+}
+X = jnp.linspace(-1.0, 1.0, 64 * 128).reshape(64, 128)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Weights of 64 KiB and their moments are on storage, in blocks of 16 KiB."""
+    monkeypatch.setattr(paged, "SMALL_BYTES", 4096)
+    monkeypatch.setattr(paged, "BLOCK_BYTES", 2**14)
+
+
+def case(name="adamw"):
+    """(init, step) of a small network with an optimizer."""
+    optimizer = OPTIMIZERS[name]
+
+    def init(key):
+        keys = jax.random.split(key, 3)
+        params = {f"w{i}": jax.random.normal(k, (128, 128)) for i, k in enumerate(keys)}
+        params["bias"] = jnp.zeros(128)
+        return params, optimizer.init(params)
+
+    def loss(params, x):
+        for i in range(3):
+            x = jnp.tanh(x @ params[f"w{i}"] / 12 + params["bias"])
+        return (x**2).mean()
+
+    def step(state, x):
+        params, moments = state
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    return init, step
+
+
+def schedule(step, budget, store, **options):
+    options = OPTIONS | options | {"executor": poet_jax.HostExecutor(store, False)}
+    return poet_jax.schedule(step, budget, donate_argnums=0, **options)
+
+
+def values(tree):
+    return [np.asarray(x) for x in jax.tree.leaves(tree)]
+
+
+def assert_close(got, expected):
+    for a, b in zip(values(got), values(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def state_bytes(state):
+    return sum(x.nbytes for x in jax.tree.leaves(state) if isinstance(x, PagedArray))
+
+
+@pytest.mark.parametrize(
+    "name, budget",
+    [
+        *(("adamw", budget) for budget in ("100%", "60%", "500KB")),
+        *(("momentum", budget) for budget in ("100%", "60%")),
+        *(("clipped", budget) for budget in ("100%", "80%")),
+    ],
+)
+def test_a_step_on_storage_gives_jits_numbers_within_the_budget(name, budget, store):
+    init, step = case(name)
+    expected = init(jax.random.key(0))
+    state = poet_jax.init_paged(init, store, jax.random.key(0), min_bytes=4096)
+    assert_close(state, expected)
+    planned = schedule(step, budget, store)
+    plain = jax.jit(step)
+    for _ in range(3):
+        expected, loss = plain(expected, X)
+        state, got = planned(state, X)
+        np.testing.assert_allclose(got, loss, rtol=1e-5)
+        usage = planned.plan(state, X).usage
+        assert planned.last_run.peak_bytes == usage.peak_bytes
+        assert planned.last_run.bytes_paged_in == usage.bytes_paged_in
+        assert store.nbytes == state_bytes(state)  # the old state is gone
+    assert_close(state, expected)
+    kinds = [type(x) for x in jax.tree.leaves(state)]
+    assert kinds.count(PagedArray) == {"adamw": 9, "momentum": 6, "clipped": 9}[name]
+
+
+def test_the_budget_may_be_a_fraction_of_the_state():
+    init, step = case()
+    store = poet_jax.HostStore()
+    state = poet_jax.init_paged(init, store, jax.random.key(0), min_bytes=4096)
+    least = schedule(step, 1, store, planner=poet_jax.MilpPlanner())
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        least.plan(state, X)
+    assert caught.value.smallest_bytes < state_bytes(state) / 2.5
+
+
+def test_any_two_plans_are_equal_to_the_bit():
+    init, step = case()
+    results = []
+    for budget, options in (
+        ("100%", {}),
+        ("60%", {}),
+        ("60%", {"planner": poet_jax.MilpPlanner(time_limit_seconds=2)}),
+    ):
+        store = poet_jax.HostStore()
+        state = poet_jax.to_storage(init(jax.random.key(0)), store, 4096)
+        results.append(values(schedule(step, budget, store, **options)(state, X)))
+    for a, b in ((results[0], results[1]), (results[0], results[2])):
+        assert all(map(np.array_equal, a, b))
+
+
+@pytest.mark.parametrize("method", ["read", "write"])
+@pytest.mark.parametrize("count", [1, 2, 7, 19])
+def test_a_step_that_fails_leaves_the_state_as_it_was(method, count):
+    class Failing(poet_jax.HostStore):
+        left = 10**9
+
+        def _step(self, name):
+            self.left -= name == method
+            if self.left == 0:
+                raise poet_jax.PageStoreError("'x' could not be moved")
+
+        def read(self, key, into, name):
+            self._step("read")
+            super().read(key, into, name)
+
+        def write(self, key, data, name):
+            self._step("write")
+            super().write(key, data, name)
+
+    init, step = case()
+    store = Failing()
+    state = poet_jax.to_storage(init(jax.random.key(0)), store, 4096)
+    before = values(state)
+    planned = schedule(step, "60%", store)
+    planned.plan(state, X)
+    store.left = count
+    with pytest.raises(poet_jax.PageStoreError):
+        planned(state, X)
+    store.left = 10**9
+    assert store.nbytes == state_bytes(state)
+    assert all(map(np.array_equal, values(state), before))
+    (state, _), expected = planned(state, X), jax.jit(step)(init(jax.random.key(0)), X)
+    assert_close(state, expected[0])
+
+
+def test_what_is_not_donated_stays_and_what_is_goes():
+    init, _ = case()
+    store = poet_jax.HostStore()
+    params = poet_jax.to_storage(init(jax.random.key(0))[0], store, 4096)
+
+    def norms(params):
+        return jax.tree.map(jnp.linalg.norm, params)
+
+    kept = schedule(norms, "100%", store)
+    assert_close(kept(params), norms(init(jax.random.key(0))[0]))
+    assert params["w0"].is_deleted() and store.nbytes == 0
+    with pytest.raises(RuntimeError, match="w0.*has been deleted"):
+        kept(params)
+
+    params = poet_jax.to_storage(init(jax.random.key(0))[0], store, 4096)
+    reading = poet_jax.schedule(norms, "100%", **OPTIONS)
+    for _ in range(2):
+        assert_close(reading(params), norms(init(jax.random.key(0))[0]))
+    assert store.nbytes == state_bytes(params)
+
+
+def test_a_leaf_that_is_handed_through_is_not_moved():
+    store = poet_jax.HostStore()
+    frozen, free = (PagedArray.of(X + i, store) for i in range(2))
+    planned = schedule(lambda state: (state[0], state[1] * 2), "100%", store)
+    got = planned((frozen, free))
+    assert got[0] is frozen and not frozen.is_deleted()
+    assert free.is_deleted()
+    np.testing.assert_array_equal(got[1], (X + 1) * 2)
+    assert planned.last_run.bytes_paged_in == X.nbytes
+
+
+def test_linen_state_is_made_and_trained_on_storage():
+    model = nn.Sequential([nn.Dense(128), nn.Dropout(0.5, deterministic=False)])
+    store = poet_jax.FileStore()
+    options = OPTIONS | {"executor": poet_jax.HostExecutor(store, fuse=False)}
+    batch = X, X * 0.5
+    step = poet_jax.train_step(model, "100%", **options)
+    plain = poet_jax.train_step(model, "100%", **OPTIONS)
+    expected = plain.init(jax.random.key(0), batch)
+    state = step.init(jax.random.key(0), batch, store=store)
+    assert isinstance(state.params["layers_0"]["kernel"], PagedArray)
+    for _ in range(2):
+        expected, metrics = plain(expected, batch)
+        state, got = step(state, batch)
+        np.testing.assert_allclose(got["loss"], metrics["loss"], rtol=1e-5)
+    assert_close(state.params, expected.params)
+
+
+UPDATES = (
+    lambda p, g, m: p - 0.1 * g,
+    lambda p, g, m: jnp.where(m > 0, p, g.T) * p,
+    lambda p, g, m: p + jnp.sqrt(jnp.abs(m)) * g.astype(jnp.bfloat16).astype(p.dtype),
+    lambda p, g, m: p / (1 + g.sum()) + m,
+    lambda p, g, m: jnp.cumsum(p, axis=0) + g * m,
+)
+
+
+@settings(max_examples=25)
+@given(
+    rows=st.integers(1, 300),
+    columns=st.sampled_from([1, 128, 300]),
+    updates=st.lists(st.sampled_from(UPDATES), min_size=1, max_size=3),
+)
+def test_streaming_changes_no_bit(rows, columns, updates):
+    """Elementwise updates, of a matrix product's result, also transposed; and others,
+    which are left whole."""
+    if updates.count(UPDATES[1]) and rows != columns:
+        columns = rows
+
+    def step(state, x):
+        p, m = state
+        gradient = jnp.tanh(x @ p)
+        for update in updates:
+            p, m = update(p, gradient, m), m * 0.9 + gradient
+        return p, m
+
+    key, *keys = jax.random.split(jax.random.key(rows), 3)
+    state = tuple(jax.random.normal(k, (rows, columns)) for k in keys)
+    x = jax.random.normal(key, (rows, rows))
+    results = []
+    for block_bytes in (2**14, 2**30):
+        paged.BLOCK_BYTES = block_bytes
+        store = poet_jax.HostStore()
+        on_storage = poet_jax.to_storage(state, store, 1)
+        planned = schedule(step, "100%", store)
+        results.append(values(planned(on_storage, x)))
+        usage = planned.plan(on_storage, x).usage
+        assert planned.last_run.peak_bytes == usage.peak_bytes
+    assert all(map(np.array_equal, *results))
+
+
+def test_streamed_updates_take_the_room_of_a_block():
+    store = poet_jax.HostStore()
+    p, m = (PagedArray.of(np.ones((512, 128), np.float32), store) for _ in range(2))
+
+    def step(state):
+        p, m = state
+        return p - 0.1 * m, m * 0.9
+
+    planned = schedule(step, "100%", store)
+    assert planned.plan((p, m)).usage.peak_bytes < (p.nbytes + m.nbytes) / 4
+
+
+@given(shape=st.lists(st.integers(0, 40), max_size=3), nbytes=st.integers(1, 3000))
+def test_row_blocks_are_all_rows_in_order(shape, nbytes):
+    paged.BLOCK_BYTES = nbytes
+    blocks = row_blocks(tuple(shape), np.float32)
+    rows = [row for block in blocks for row in range(block.start, block.stop)]
+    assert rows == list(range(shape[0] if shape else 1))
+    lengths = [block.stop - block.start for block in blocks]
+    assert len(set(lengths[:-1])) <= 1 and lengths[-1] <= lengths[0]
+
+
+@given(
+    shape=st.lists(st.integers(0, 9), max_size=3),
+    dtype=st.sampled_from(["float32", "bfloat16", "int8", "bool"]),
+)
+def test_a_paged_array_reads_back_as_it_was(shape, dtype):
+    paged.BLOCK_BYTES = 64
+    array = jnp.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
+    store = poet_jax.FileStore()
+    kept = PagedArray.of(array, store)
+    assert (kept.shape, kept.dtype, kept.ndim) == (array.shape, array.dtype, array.ndim)
+    assert kept.nbytes == array.nbytes == store.nbytes and kept.size == array.size
+    np.testing.assert_array_equal(np.asarray(kept), array)
+    np.testing.assert_array_equal(jnp.asarray(kept), array)
+    del kept
+    gc.collect()
+    assert store.nbytes == 0
+
+
+def test_a_paged_array_is_not_pickled_viewed_or_used_once_deleted():
+    store = poet_jax.HostStore()
+    kept = PagedArray.of(X, store)
+    assert "float32[64, 128]" in repr(kept)
+    with pytest.raises(TypeError, match="np.asarray"):
+        pickle.dumps(kept)
+    with pytest.raises(ValueError, match="copy"):
+        np.asarray(kept, copy=False)
+    kept.delete()
+    kept.delete()
+    assert "deleted" in repr(kept) and store.nbytes == 0
+    with pytest.raises(RuntimeError, match="deleted"):
+        np.asarray(kept)
