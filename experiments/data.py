@@ -7,17 +7,21 @@ Names for `load_dataset`:
     scikit-learn); the label is the photograph. It has the shapes of CIFAR-10.
   text: windows of the Python language reference as bytes (pydoc_data.topics); the label
     is the topic, or for next_byte=True the byte that follows each byte.
+  words: the same windows as words, each hashed to one of 30,522 numbers, which is the
+    size of BERT's vocabulary.
   cifar10: 50,000 images of 32x32x3 from a folder of the "python version" batches.
 """
 
 import dataclasses
 import pathlib
 import pickle
+import re
+import zlib
 from collections.abc import Iterator
 
 import numpy as np
 
-DATASETS = ("digits", "mnist", "photos", "text", "cifar10")
+DATASETS = ("digits", "mnist", "photos", "text", "words", "cifar10")
 
 PATCH = 32
 PATCHES_PER_PHOTO = 500
@@ -43,6 +47,7 @@ TOPICS = (
     "typesseq",
 )
 BYTES = 256
+WORDS = 30_522
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,19 +74,18 @@ class Dataset:
       labels: [N] int32, or [N, length] int32 where every position has a label.
       num_classes: labels are below it.
       name: as given to `load_dataset`.
+      vocabulary: tokens are below it; None for images.
     """
 
     inputs: np.ndarray
     labels: np.ndarray
     num_classes: int
     name: str
+    vocabulary: int | None = None
 
     @property
     def spec(self) -> DatasetSpec:
-        is_text = self.inputs.dtype == np.int32
-        return DatasetSpec(
-            self.inputs.shape[1:], self.num_classes, BYTES if is_text else None
-        )
+        return DatasetSpec(self.inputs.shape[1:], self.num_classes, self.vocabulary)
 
     def batches(
         self, batch_size: int, seed: int, steps: int
@@ -121,6 +125,8 @@ def load_dataset(
         return _photos()
     if name == "text":
         return _next_bytes(length) if next_byte else _topics(length)
+    if name == "words":
+        return _words(length)
     if name == "cifar10":
         return _cifar10(folder)
     raise ValueError(
@@ -169,27 +175,44 @@ def _photos() -> Dataset:
     return _images(np.stack(patches), labels, len(photos), "photos", 255)
 
 
-def _windows(text: str, size: int, stride: int) -> np.ndarray:
-    """[N, size] int32, the bytes of `text` in windows `stride` apart."""
-    tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-    return np.lib.stride_tricks.sliding_window_view(tokens, size)[::stride]
+def _bytes_of(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def _words_of(text: str) -> np.ndarray:
+    words = re.findall(r"\w+|[^\w\s]", text.lower())
+    return np.array([zlib.crc32(word.encode()) % WORDS for word in words])
+
+
+def _windows(tokens: np.ndarray, size: int, stride: int) -> np.ndarray:
+    """[N, size] int32, the tokens of a text in windows `stride` apart."""
+    windows = np.lib.stride_tricks.sliding_window_view(tokens.astype(np.int32), size)
+    return windows[::stride]
 
 
 def _topics(length: int) -> Dataset:
+    return Dataset(*_by_topic(_bytes_of, length), len(TOPICS), "text", BYTES)
+
+
+def _words(length: int) -> Dataset:
+    return Dataset(*_by_topic(_words_of, length), len(TOPICS), "words", WORDS)
+
+
+def _by_topic(tokens_of, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Windows of the topics, and the number of each one's topic."""
     from pydoc_data.topics import topics
 
-    windows = [_windows(topics[topic], length, length) for topic in TOPICS]
+    windows = [_windows(tokens_of(topics[topic]), length, length) for topic in TOPICS]
     labels = np.repeat(np.arange(len(TOPICS)), [len(w) for w in windows])
-    return Dataset(
-        np.concatenate(windows), labels.astype(np.int32), len(TOPICS), "text"
-    )
+    return np.concatenate(windows), labels.astype(np.int32)
 
 
 def _next_bytes(length: int) -> Dataset:
     from pydoc_data.topics import topics
 
-    windows = _windows("\n".join(topics.values()), length + 1, length)
-    return Dataset(windows[:, :-1], windows[:, 1:], BYTES, "text")
+    tokens = _bytes_of("\n".join(topics.values()))
+    windows = _windows(tokens, length + 1, length)
+    return Dataset(windows[:, :-1], windows[:, 1:], BYTES, "text", BYTES)
 
 
 def _cifar10(folder: str | None) -> Dataset:

@@ -92,7 +92,7 @@ class TrainStep:
         self.optimizer = optimizer if optimizer is not None else default_optimizer()
         self._loss_fn = loss_fn if loss_fn is not None else default_loss
         self._scheduled = schedule_function(
-            self._update, budget, donate_argnums=0, **options
+            self.update, budget, donate_argnums=0, **options
         )
 
     def init(
@@ -132,7 +132,8 @@ class TrainStep:
             key=step_key,
         )
 
-    def _update(self, state: TrainState, batch: Any):
+    def update(self, state: TrainState, batch: Any):
+        """The step as a plain function, to be run by `jax.jit` without a budget."""
         key = jax.random.fold_in(state.key, state.step)
 
         def loss_of(params):

@@ -3,7 +3,10 @@ bytes."""
 
 import bisect
 import collections
+import concurrent.futures
 import contextlib
+import errno
+import mmap
 import os
 import tempfile
 import threading
@@ -68,13 +71,22 @@ class HostStore:
         self._pages.clear()
 
 
+# What direct transfers must start and end at, and how much goes at a time, through one
+# of two buffers.
+SECTOR_BYTES = 4096
+CHUNK_BYTES = 2 * 2**20
+
+
 class FileStore:
     """One file without a name in `folder`, which vanishes with the process that made
     it.
 
     The file is opened at the first write. As it has no name, neither an exception nor a
     killed process leaves anything behind. What is read is checked against its length
-    and CRC-32. The default folder is the system's one for temporary files.
+    and a checksum. The default folder is the system's one for temporary files.
+
+    Transfers go past the system's page cache, which would be RAM beyond every budget,
+    or where the file system does not know such transfers, leave nothing in it.
     """
 
     def __init__(self, folder: str | os.PathLike | None = None):
@@ -91,11 +103,11 @@ class FileStore:
                 "It needs a folder that this user may write to. Type another one, or "
                 "change its permissions."
             )
-        self._file = None
         # offset, length, checksum
         self._pages: dict[Hashable, tuple[int, int, int]] = {}
         self._holes: list[tuple[int, int]] = []  # (offset, length), sorted, apart
         self._end = 0
+        self._chunks: _Chunks | None = None
         self._lock = threading.Lock()
         self._leaving: collections.deque[Hashable] = collections.deque()
 
@@ -117,13 +129,11 @@ class FileStore:
 
     def _write(self, key: Hashable, data: np.ndarray, name: str) -> None:
         try:
-            if self._file is None:
-                self._file = tempfile.TemporaryFile(dir=self.folder, buffering=0)
+            if self._chunks is None:
+                self._chunks = _Chunks(self.folder)
             offset = self._allocate(data.nbytes)
-            self._pages[key] = offset, data.nbytes, zlib.crc32(data.data)
-            view, done = data.data, 0
-            while done < data.nbytes:
-                done += os.pwrite(self._file.fileno(), view[done:], offset + done)
+            self._pages[key] = offset, data.nbytes, checksum(data)
+            self._chunks.write(data, offset)
         except OSError as error:
             self._leaving.append(key)
             self._forget()
@@ -141,20 +151,13 @@ class FileStore:
             self._read(key, into, name)
 
     def _read(self, key: Hashable, into: np.ndarray, name: str) -> None:
-        offset, length, checksum = self._pages[key]
-        done = 0
+        offset, length, expected = self._pages[key]
         try:
-            assert self._file is not None
+            assert self._chunks is not None
             if length != into.nbytes:
                 raise OSError(0, f"{length} bytes were kept, {into.nbytes} asked for")
-            while done < length:
-                count = os.preadv(
-                    self._file.fileno(), [into.data[done:]], offset + done
-                )
-                if not count:
-                    raise OSError(0, f"the file ended after {done} bytes")
-                done += count
-            if zlib.crc32(into.data) != checksum:
+            self._chunks.read(into, offset)
+            if checksum(into) != expected:
                 raise OSError(0, "the bytes are not those that were written")
         except OSError as error:
             raise PageStoreError(
@@ -179,7 +182,7 @@ class FileStore:
             page = self._pages.pop(self._leaving.popleft(), None)
             if page is None:
                 continue
-            bisect.insort(self._holes, page[:2])
+            bisect.insort(self._holes, (page[0], _whole_sectors(page[1])))
             merged: list[tuple[int, int]] = []
             for hole, size in self._holes:
                 if merged and sum(merged[-1]) == hole:
@@ -193,12 +196,13 @@ class FileStore:
             self._pages.clear()
             self._holes.clear()
             self._end = 0
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+            if self._chunks is not None:
+                self._chunks.close()
+                self._chunks = None
 
     def _allocate(self, nbytes: int) -> int:
         """Offset of the first hole that is large enough, or the end of the file."""
+        nbytes = _whole_sectors(nbytes)
         for index, (offset, length) in enumerate(self._holes):
             if length >= nbytes:
                 rest = [(offset + nbytes, length - nbytes)] if length > nbytes else []
@@ -206,3 +210,123 @@ class FileStore:
                 return offset
         self._end += nbytes
         return self._end - nbytes
+
+
+def checksum(data: np.ndarray) -> int:
+    """CRC-32 of the sums of each sector's 64-bit words.
+
+    It differs for any one word that differs, and for sectors in another order. A CRC of
+    all bytes would take several times as long as moving them.
+    """
+    whole = data.nbytes // SECTOR_BYTES * SECTOR_BYTES
+    words = data[:whole].view(np.uint64).reshape(-1, SECTOR_BYTES // 8)
+    sums = words.sum(axis=1, dtype=np.uint64)
+    return zlib.crc32(data[whole:].data, zlib.crc32(sums.data))
+
+
+def _whole_sectors(nbytes: int) -> int:
+    return -(-nbytes // SECTOR_BYTES) * SECTOR_BYTES
+
+
+class _Chunks:
+    """A nameless file, read and written through two aligned buffers.
+
+    One buffer is copied while the other is on its way.
+    """
+
+    def __init__(self, folder: str):
+        self.file = tempfile.TemporaryFile(dir=folder, buffering=0)
+        self._descriptor = self.file.fileno()
+        self._is_direct = _make_direct(self._descriptor)
+        # Memory of its own starts at a page.
+        maps = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(2)]
+        self._buffers = [np.frombuffer(x, np.uint8) for x in maps]
+        self._worker = concurrent.futures.ThreadPoolExecutor(1, "poet_jax-file")
+
+    def write(self, data: np.ndarray, offset: int) -> None:
+        under_way: list[concurrent.futures.Future] = []
+        for number, start in enumerate(range(0, data.nbytes, CHUNK_BYTES)):
+            if len(under_way) == 2:
+                under_way.pop(0).result()
+            part = data[start : start + CHUNK_BYTES]
+            buffer = self._buffers[number % 2]
+            buffer[: part.nbytes] = part
+            under_way.append(
+                self._worker.submit(
+                    self._put, buffer[: _whole_sectors(part.nbytes)], offset + start
+                )
+            )
+        for future in under_way:
+            future.result()
+        if not self._is_direct:
+            os.fdatasync(self._descriptor)  # only then can the cache let go
+            self._forget(offset, data.nbytes)
+
+    def read(self, into: np.ndarray, offset: int) -> None:
+        starts = list(range(0, into.nbytes, CHUNK_BYTES))
+
+        def fetch(number: int) -> concurrent.futures.Future:
+            length = min(CHUNK_BYTES, into.nbytes - starts[number])
+            buffer = self._buffers[number % 2]
+            place = offset + starts[number]
+            return self._worker.submit(
+                self._get, buffer[: _whole_sectors(length)], place, length
+            )
+
+        under_way = [fetch(number) for number in range(len(starts[:2]))]
+        for number, start in enumerate(starts):
+            under_way.pop(0).result()
+            part = into[start : start + CHUNK_BYTES]
+            part[:] = self._buffers[number % 2][: part.nbytes]
+            if number + 2 < len(starts):
+                under_way.append(fetch(number + 2))
+        if not self._is_direct:
+            self._forget(offset, into.nbytes)
+
+    def _put(self, data: np.ndarray, offset: int) -> None:
+        done = 0
+        while done < data.nbytes:
+            count = os.pwrite(self._descriptor, data.data[done:], offset + done)
+            done += self._whole(count, "written")
+
+    def _get(self, into: np.ndarray, offset: int, length: int) -> None:
+        done = 0
+        while done < length:
+            count = os.preadv(self._descriptor, [into.data[done:]], offset + done)
+            if not count:
+                raise OSError(0, f"the file ended after {offset + done} bytes")
+            done += count if done + count >= length else self._whole(count, "read")
+
+    def _whole(self, count: int, verb: str) -> int:
+        """How much of a short transfer counts: the next one starts at a sector, too."""
+        if self._is_direct:
+            count -= count % SECTOR_BYTES
+        if not count:
+            raise OSError(errno.EIO, f"not even a sector could be {verb}")
+        return count
+
+    def _forget(self, offset: int, nbytes: int) -> None:
+        """Drop pages from the system's cache, where it can be told to."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(
+                self._descriptor,
+                offset,
+                _whole_sectors(nbytes),
+                os.POSIX_FADV_DONTNEED,
+            )
+
+    def close(self) -> None:
+        self._worker.shutdown()
+        self.file.close()
+
+
+def _make_direct(descriptor: int) -> bool:
+    """Let transfers go past the system's page cache, if it can."""
+    try:
+        import fcntl
+
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+    except (ImportError, AttributeError, OSError):
+        return False
+    return True

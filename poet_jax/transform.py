@@ -341,6 +341,13 @@ class Scheduled:
                 f"{error} What changed since the last call: {reason}."
             ) from error
         if paged:
+            if not hasattr(self.executor, "store"):
+                raise ValueError(
+                    f"{self._name} was called with a PagedArray, and its executor, "
+                    f"{self.executor!r}, has no store. State on storage needs an "
+                    "executor that pages it. Use poet_jax.HostExecutor(store), or "
+                    "np.asarray of that argument."
+                )
             graph = stream(at_home(graph, paged))
         for change in self.passes:
             graph = change(graph)

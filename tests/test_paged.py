@@ -194,6 +194,12 @@ def test_a_leaf_that_is_handed_through_is_not_moved():
     assert planned.last_run.bytes_paged_in == X.nbytes
 
 
+def test_an_executor_without_a_store_is_refused_state_on_storage():
+    planned = poet_jax.schedule(jnp.sin, "1GiB", executor=lambda program: None)
+    with pytest.raises(ValueError, match=r"HostExecutor\(store\)"):
+        planned(PagedArray.of(X, poet_jax.HostStore()))
+
+
 def test_linen_state_is_made_and_trained_on_storage():
     model = nn.Sequential([nn.Dense(128), nn.Dropout(0.5, deterministic=False)])
     store = poet_jax.FileStore()

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import poet_jax
+from poet_jax import store as store_module
 
 
 def page(nbytes, seed=0):
@@ -77,18 +78,18 @@ def test_pages_never_overlap(make, moves):
 
 
 def size_of(store):
-    return os.fstat(store._file.fileno()).st_size
+    return os.fstat(store._chunks.file.fileno()).st_size
 
 
 def test_room_that_was_freed_is_used_again(tmp_path):
-    """10 pages of 10 bytes, freed in any order, make room for one of 100."""
+    """10 pages of a sector, freed in any order, make room for one of ten."""
     store = poet_jax.FileStore(tmp_path)
     for key in range(10):
-        store.write(key, page(10), "a")
+        store.write(key, page(4000), "a")
     for key in (3, 1, 2, 9, 0, 4, 8, 6, 5, 7):
         store.delete(key)
-    store.write(0, page(100), "a")
-    assert size_of(store) == 100
+    store.write(0, page(40_000), "a")
+    assert size_of(store) == 40_960
 
 
 def test_a_file_store_leaves_no_name_in_its_folder(tmp_path):
@@ -100,17 +101,26 @@ def test_a_file_store_leaves_no_name_in_its_folder(tmp_path):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda file: os.pwrite(file.fileno(), b"\xff\xff\xff\xff", 50),
-        lambda file: os.ftruncate(file.fileno(), 60),
-        lambda file: os.ftruncate(file.fileno(), 0),
+        lambda file: os.pwrite(file, b"\xff", 50),
+        lambda file: os.pwrite(file, b"\xff", 9_999),
+        lambda file: os.pwrite(file, os.pread(file, 4096, 4096), 0),
+        lambda file: os.ftruncate(file, 9_000),
+        lambda file: os.ftruncate(file, 0),
     ],
 )
-def test_damaged_bytes_are_refused_by_name(tmp_path, damage):
+@pytest.mark.parametrize("direct", [True, False])
+def test_damaged_bytes_are_refused_by_name(tmp_path, damage, direct, monkeypatch):
+    if not direct:
+        monkeypatch.setattr(store_module, "_make_direct", lambda descriptor: False)
     store = poet_jax.FileStore(tmp_path)
-    store.write(0, np.zeros(100, np.uint8), "layer1/kernel")
-    damage(store._file)
+    store.write(0, page(10_000), "layer1/kernel")
+    np.testing.assert_array_equal(read(store, 0, 10_000), page(10_000))
+    # Another way to the file, which moves bytes as it likes.
+    file = os.open(f"/proc/self/fd/{store._chunks.file.fileno()}", os.O_RDWR)
+    damage(file)
+    os.close(file)
     with pytest.raises(poet_jax.PageStoreError, match="layer1/kernel"):
-        read(store, 0, 100, "layer1/kernel")
+        read(store, 0, 10_000, "layer1/kernel")
 
 
 def test_a_full_disk_is_reported_by_name_and_keeps_nothing(tmp_path, monkeypatch):
@@ -119,13 +129,13 @@ def test_a_full_disk_is_reported_by_name_and_keeps_nothing(tmp_path, monkeypatch
     pwrite = os.pwrite
 
     def full(descriptor, data, offset):
-        if offset >= 20:
+        if offset >= 3 * 4096:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return pwrite(descriptor, data[:5], offset)  # and short writes before
+        return pwrite(descriptor, data[:4096], offset)  # and short writes before
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(poet_jax.PageStoreError, match="'big'.*No space left") as caught:
-        store.write(1, page(40), "big")
+        store.write(1, page(40_000), "big")
     assert "store_bytes" in str(caught.value)
     assert store.nbytes == 10
     store.write(1, page(10, seed=2), "small")
