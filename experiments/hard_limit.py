@@ -10,6 +10,12 @@ finishes; the other is killed by the kernel. Both outcomes are printed, and writ
 a file of the model's name in experiments/results/hard_limit. Needs Linux and a memory
 cgroup that this user may make: root has that in most containers. Takes about two
 minutes on two cores.
+
+    python -m experiments.hard_limit --paged_state --model=bert12 --dataset=words \
+        --batch_size=8 --budget=384MiB --time_limit=60
+
+does the same with parameters and moments in a file. The child with `jax.jit`, whose
+state alone exceeds the limit, makes it under the limit.
 """
 
 import json
@@ -25,7 +31,7 @@ from absl import app, flags
 
 import poet_jax
 from experiments import memory
-from experiments.steps import flax_case, training_step
+from experiments.steps import flax_case, in_ram, training_step
 from poet_jax import heap
 from poet_jax.units import format_bytes
 
@@ -34,6 +40,9 @@ DATASET = flags.DEFINE_string("dataset", "photos", "Dataset; see experiments.dat
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Examples in a batch.", 1)
 BUDGET = flags.DEFINE_string("budget", "40%", "Budget: a size or a percentage.")
 TIME_LIMIT = flags.DEFINE_float("time_limit", 25.0, "Seconds for the planner.")
+PAGED_STATE = flags.DEFINE_bool(
+    "paged_state", False, "Keep parameters and moments in a file between steps."
+)
 STEPS = flags.DEFINE_integer("steps", 3, "Steps under the limit.", 1)
 OUTPUT = flags.DEFINE_string(
     "output", "experiments/results/hard_limit", "Folder for the outcomes."
@@ -49,19 +58,40 @@ def child(kind: str) -> None:
     """Get ready, say so, wait for a line on standard input, and train."""
     case = flax_case(MODEL.value, BATCH_SIZE.value, DATASET.value)
     optimizer = optax.adamw(1e-3)
-    params, rest, batch = case.init()
-    state = params, rest, optimizer.init(params)
+
+    def init():
+        params, rest, batch = case.init()
+        return (params, rest, optimizer.init(params)), batch
+
     plain = training_step(case.loss, optimizer)
     step, budget_bytes = jax.jit(plain, donate_argnums=0), LIMIT.value
+    state = batch = None
     if kind == "poet_jax":
+        store = poet_jax.FileStore()
         planner = poet_jax.MilpPlanner(time_limit_seconds=TIME_LIMIT.value)
-        step = poet_jax.schedule(plain, BUDGET.value, planner=planner, donate_argnums=0)
+        step = poet_jax.schedule(
+            plain,
+            BUDGET.value,
+            planner=planner,
+            donate_argnums=0,
+            executor=poet_jax.HostExecutor(store),
+        )
+        state, batch = init()
+        if PAGED_STATE.value:
+            state = poet_jax.to_storage(state, store)
         budget_bytes = step.plan(state, batch).budget.memory_bytes
-    state, loss = jax.block_until_ready(step(state, batch))
-    argument_bytes = sum(x.nbytes for x in jax.tree.leaves((state, batch)))
+    elif PAGED_STATE.value:
+        step.lower(*jax.eval_shape(init)).compile()
+    else:
+        state, batch = init()
+    if state is not None:
+        state, loss = jax.block_until_ready(step(state, batch))
     heap.release()
-    print(json.dumps({"arguments": argument_bytes, "budget": budget_bytes}), flush=True)
+    ready = {"arguments": in_ram((state, batch)), "budget": budget_bytes}
+    print(json.dumps(ready), flush=True)
     sys.stdin.readline()
+    if state is None:
+        state, batch = init()
     for _ in range(STEPS.value):
         state, loss = jax.block_until_ready(step(state, batch))
     print(json.dumps({"loss": float(loss)}), flush=True)

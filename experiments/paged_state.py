@@ -26,6 +26,7 @@ from tqdm import tqdm
 import poet_jax
 from experiments import memory
 from experiments.models import load_for_model, loss_fn, make_model
+from experiments.steps import in_ram
 from poet_jax import heap
 from poet_jax.units import format_bytes, format_seconds
 
@@ -41,12 +42,6 @@ OUTPUT = flags.DEFINE_string(
 CHILD = flags.DEFINE_enum(
     "child", None, ["poet_jax", "jax.jit"], "For the program's own children."
 )
-
-
-def in_ram(tree) -> int:
-    """Bytes of the arrays in a pytree that are in RAM."""
-    leaves = jax.tree.leaves(tree)
-    return sum(x.nbytes for x in leaves if not isinstance(x, poet_jax.PagedArray))
 
 
 def child(kind: str) -> None:

@@ -24,6 +24,7 @@ from experiments.models import (
     loss_fn,
     make_model,
 )
+from poet_jax import PagedArray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,12 @@ def training_step(loss, optimizer: optax.GradientTransformation):
         return (optax.apply_updates(params, updates), rest, moments), value
 
     return step
+
+
+def in_ram(tree) -> int:
+    """Bytes of the arrays in a pytree that are in RAM."""
+    leaves = jax.tree.leaves(tree)
+    return sum(x.nbytes for x in leaves if not isinstance(x, PagedArray))
 
 
 # What `jax.checkpoint` is put around, layer by layer, where a model has one of them.

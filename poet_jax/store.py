@@ -116,6 +116,12 @@ class FileStore:
         with self._locked():
             return sum(length for _, length, _ in self._pages.values())
 
+    @property
+    def file_bytes(self) -> int:
+        """Size of the file, which holds what is kept and room to be used again."""
+        with self._locked():
+            return self._end
+
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """For one thread at a time, and after all that was to be deleted is."""

@@ -380,7 +380,7 @@ step = paging(store)
 def test_a_file_that_may_not_grow_names_the_value(tmp_path):
     code = """
     step.plan(W, X)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     try:
         step(W, X)
     except poet_jax.PageStoreError as error:

@@ -335,6 +335,28 @@ def test_the_step_benchmark_measures_a_step_beside_jit(tmp_path):
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_nothing_grows_over_sixty_steps(tmp_path):
+    run_module("endurance", tmp_path, "--steps=60")
+    result = json.loads((tmp_path / "endurance.json").read_text())
+    early, late = result["after_a_tenth"], result["at_the_end"]
+    assert result["bytes_paged_in"] and result["losses"][1] < result["losses"][0]
+    for name in ("store_bytes", "file_bytes", "threads", "open_files"):
+        assert late[name] == early[name], name
+    assert late["resident_bytes"] - early["resident_bytes"] < 4 * 2**20
+
+
+def test_state_on_storage_trains_as_jit_does(tmp_path):
+    flags = ("--dataset=digits", "--steps=3", "--batch_size=64", "--budget=100%")
+    size = ("--model=mlp:width=512", "--time_limit=2")
+    run_module("paged_state", tmp_path, *flags, *size)
+    result = json.loads((tmp_path / "mlp.json").read_text())
+    ours, plain = result["rows"]
+    assert result["largest_loss_difference"] < 1e-4
+    assert ours["peak_bytes"] == ours["planned_bytes"] <= ours["budget_bytes"]
+    assert ours["bytes_paged_out"] > 0.9 * ours["state_bytes"]
+    assert ours["state_bytes"] == plain["state_bytes"]
+
+
 def test_a_limit_that_cannot_be_set_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "ROOT", tmp_path)
     with pytest.raises(OSError, match="memory cgroup") as caught:

@@ -247,7 +247,7 @@ def test_dropout_trains_as_under_jit():
     """The step's own update under jax.jit, which draws from the same keys."""
     step = train_step(Dropped(), "95%", optimizer=optax.sgd(0.05))
     state = step.init(KEY, BATCH)
-    expected_state, plain = copy(state), jax.jit(step._update)
+    expected_state, plain = copy(state), jax.jit(step.update)
     for _ in range(20):
         state, metrics = step(state, BATCH)
         expected_state, expected = plain(expected_state, BATCH)

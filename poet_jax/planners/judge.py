@@ -1,6 +1,7 @@
 """What every planner shares: judging actions, prefetching, and refusing a budget."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterable, Sequence
 
@@ -8,7 +9,7 @@ from poet_jax.errors import BudgetTooSmall
 from poet_jax.graph import Graph
 from poet_jax.plan import Action, Budget, Compute, PageIn, PageOut, Plan, Stages, Status
 from poet_jax.price import Costs
-from poet_jax.program import Free, Program, lower
+from poet_jax.program import Free, Instruction, Program, lower
 from poet_jax.simulate import Usage, alive_at_peak, simulate
 from poet_jax.units import format_bytes
 
@@ -87,28 +88,28 @@ def keep_everything(graph: Graph, costs: Costs) -> Judged:
 
 
 def prefetch(graph: Graph, costs: Costs, judged: Judged, budget: Budget) -> Judged:
-    """Issue each page-in earlier, by as much compute as hides it, where memory
-    allows."""
+    """Issue each page-in earlier, so early that it and those behind it are done when
+    they are read, where memory allows."""
     instructions = list(judged.program.instructions)
     live = [int(n) for n in judged.usage.live_bytes]
+    clock, latest = _latest_starts(instructions, costs)
     for row in range(len(instructions)):
         instruction = instructions[row]
         if not isinstance(instruction, PageIn):
             continue
         value = instruction.value
         nbytes = int(costs.nbytes[value])
-        to_hide = float(costs.page_in_seconds[value])
         place = row
-        while place and to_hide > 0:
+        while place and clock[place] > latest[value, row]:
             before = instructions[place - 1]
             if isinstance(before, PageIn) or before in (Free(value), PageOut(value)):
                 break
             if live[place - 1] + nbytes > budget.memory_bytes:
                 break
-            if isinstance(before, Compute):
-                to_hide -= float(costs.seconds[before.node])
             place -= 1
         instructions.insert(place, instructions.pop(row))
+        clock.pop(row)
+        clock.insert(place, clock[place] if place < row else clock[row - 1])
         before_bytes = live[place - 1] if place else 0
         live.insert(place, live.pop(row))
         live[place] = max(before_bytes, live[place])
@@ -118,6 +119,31 @@ def prefetch(graph: Graph, costs: Costs, judged: Judged, budget: Budget) -> Judg
     moved = judge(graph, costs, actions)
     later = moved.usage.seconds > judged.usage.seconds
     return judged if later or moved.usage.peak_bytes > budget.memory_bytes else moved
+
+
+def _latest_starts(
+    instructions: Sequence[Instruction], costs: Costs
+) -> tuple[list[float], dict[tuple[int, int], float]]:
+    """When each instruction starts if nothing waits, and by (value, row) when a page-in
+    has to start for that."""
+    clock, now = [], 0.0
+    for x in instructions:
+        clock.append(now)
+        if isinstance(x, Compute):
+            now += float(costs.seconds[x.node])
+    latest = {}
+    free_until = math.inf  # the storage lane, before what comes later
+    for row in reversed(range(len(instructions))):
+        match instructions[row]:
+            case PageIn(value):
+                free_until = min(clock[row], free_until)
+                free_until -= float(costs.page_in_seconds[value])
+                latest[value, row] = free_until
+            case PageOut(value):
+                start = free_until - float(costs.page_out_seconds[value])
+                if start >= clock[row]:  # or the page-ins behind it go first
+                    free_until = start
+    return clock, latest
 
 
 def budget_too_small(

@@ -1,0 +1,109 @@
+"""Thousands of steps within a budget: nothing may grow.
+
+    python -m experiments.endurance
+
+trains a small network with its state on storage, in a budget that makes it page and
+rematerialise, for 2,000 steps, and prints what the process holds after a tenth of them
+and at the end: physical memory, bytes in the store, size of its file, threads and open
+files. Written to experiments/results/endurance. Takes about four minutes on two cores.
+Expect the same numbers twice, but for a few MiB of memory, which it says.
+"""
+
+import gc
+import json
+import os
+import pathlib
+import threading
+
+import jax
+import jax.numpy as jnp
+import optax
+from absl import app, flags
+from tqdm import tqdm
+
+import poet_jax
+from experiments import memory
+from poet_jax import heap
+from poet_jax.units import format_bytes
+
+STEPS = flags.DEFINE_integer("steps", 2000, "Steps.", 10)
+BUDGET = flags.DEFINE_string("budget", "60%", "Budget of a step.")
+OUTPUT = flags.DEFINE_string(
+    "output", "experiments/results/endurance", "Folder for the result."
+)
+WIDTH, LAYERS, BATCH = 256, 6, 512
+
+
+def held(store: poet_jax.FileStore) -> dict[str, int]:
+    """What the process holds now."""
+    gc.collect()
+    heap.release()
+    return {
+        "resident_bytes": memory.resident_bytes(),
+        "store_bytes": store.nbytes,
+        "file_bytes": store.file_bytes,
+        "threads": threading.active_count(),
+        "open_files": len(os.listdir("/proc/self/fd")),
+    }
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    optimizer, store = optax.adamw(1e-4), poet_jax.FileStore()
+
+    def init(key):
+        keys = jax.random.split(key, LAYERS)
+        params = [jax.random.normal(k, (WIDTH, WIDTH)) / WIDTH**0.5 for k in keys]
+        return params, optimizer.init(params)
+
+    def loss_fn(params, x):
+        y = x
+        for kernel in params:
+            y = jnp.tanh(y @ kernel)
+        return jnp.mean((y - x) ** 2)
+
+    def step(state, x):
+        params, moments = state
+        loss, gradients = jax.value_and_grad(loss_fn)(params, x)
+        updates, moments = optimizer.update(gradients, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    scheduled = poet_jax.schedule(
+        step,
+        BUDGET.value,
+        donate_argnums=0,
+        executor=poet_jax.HostExecutor(store),
+        planner=poet_jax.MilpPlanner(time_limit_seconds=10),
+    )
+    state = poet_jax.init_paged(init, store, jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
+    print(scheduled.plan(state, x))
+    losses, early = [], None
+    for number in tqdm(range(STEPS.value), unit="step"):
+        state, loss = scheduled(state, x)
+        losses.append(float(loss))
+        if number == STEPS.value // 10:
+            early = held(store)
+    late, run = held(store), scheduled.last_run
+    assert early is not None and run is not None
+    for name in late:
+        show = format_bytes if name.endswith("bytes") else str
+        print(f"  {name:15s} {show(early[name]):>12s} {show(late[name]):>12s}")
+    print(f"  loss            {losses[0]:12.6f} {losses[-1]:12.6f}")
+    result = {
+        "command": f"python -m experiments.endurance --steps={STEPS.value}",
+        "recomputed": run.recomputed,
+        "bytes_paged_in": run.bytes_paged_in,
+        "bytes_paged_out": run.bytes_paged_out,
+        "after_a_tenth": early,
+        "at_the_end": late,
+        "losses": [losses[0], losses[-1]],
+    }
+    folder = pathlib.Path(OUTPUT.value)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "endurance.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    app.run(main)
