@@ -7,8 +7,8 @@ state of 1.2 GiB. It is made in a file and trained from there, with at most 384 
 array data in RAM. A second process trains the same model with `jax.jit` and everything
 in RAM. Written to experiments/results/paged_state: losses of both, seconds per step,
 and the rise of the process's high-water mark over what it held besides the state.
-Takes about four minutes on two cores. Expect losses that agree to 1e-5 and about 1.6
-times the seconds of `jax.jit`.
+Takes about five minutes on two cores. Expect losses that agree to 1e-5, and 1.6 to 2
+times the seconds of `jax.jit`, by what the disk can do: a step moves 3 GB.
 """
 
 import json

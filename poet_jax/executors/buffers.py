@@ -23,8 +23,7 @@ NOTICED_BYTES = 2**20
 # No buffer lies idle where a node may need this much beyond the workspace that XLA
 # reports: Eigen's convolutions allocate up to 18 MiB of their own.
 SCRATCH_BYTES = 16 * 2**20
-# What the heap may hold on to: trimming it takes 10 ms, and page faults after it.
-SLACK_BYTES = 2 * 2**20
+# What the heap may hold on to between runs: trimming it takes 10 ms.
 GROWTH_BYTES = 32 * 2**20
 
 
@@ -107,7 +106,7 @@ class Pool:
             excess_bytes = self._excess_bytes(new_bytes)
             if excess_bytes > -SCRATCH_BYTES:
                 self._shrink(excess_bytes + SCRATCH_BYTES, row)
-                if self._excess_bytes(new_bytes) > SLACK_BYTES:
+                if self._excess_bytes(new_bytes) > 0:
                     heap.release()
         return [
             self._fill(kind, *buffer) for kind, buffer in zip(kinds, found, strict=True)
