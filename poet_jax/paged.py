@@ -1,5 +1,6 @@
 """Arrays that live on storage between steps, and how a graph knows of them."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from poet_jax.errors import PageStoreError
 from poet_jax.graph import Graph, Place, Value
 from poet_jax.store import PageStore
 
@@ -95,7 +97,14 @@ class PagedArray:
                 "returned instead of it."
             )
         for key, part in self._parts(into, block):
-            self.store.read(key, part, name)
+            try:
+                self.store.read(key, part, name)
+            except KeyError as error:
+                raise PageStoreError(
+                    f"{name!r} was to be paged in, and its store does not hold it. A "
+                    "store forgets everything when it is closed. Keep it open as long "
+                    "as its PagedArrays are in use."
+                ) from error
 
     def _parts(self, data: np.ndarray, block: int | None) -> Iterable[Any]:
         """(key, its part of `data`) of each block."""
@@ -131,7 +140,8 @@ class PagedArray:
 
 def _delete(store: PageStore, keys: set[Any]) -> None:
     while keys:
-        store.delete(keys.pop())
+        with contextlib.suppress(KeyError):  # the store was closed
+            store.delete(keys.pop())
 
 
 def at_home(graph: Graph, paged: Collection[int]) -> Graph:

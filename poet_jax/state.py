@@ -28,9 +28,7 @@ def init_paged(
     graph = land(order(coarsen(trace(init_fn, *args))), min_bytes)
     actions = Stages.empty(graph).actions(graph)
     program = lower(graph, Plan(actions, Status.HEURISTIC, 0.0, 0.0, "init_paged"))
-    leaves = jax.tree.leaves((args, {}))
-    runner = HostExecutor(store, fuse=False)(program)
-    return jax.tree.unflatten(graph.out_tree, runner.run(list(leaves)))
+    return HostExecutor(store, fuse=False)(program)(*args)
 
 
 def to_storage(state: Any, store: PageStore, min_bytes: int = SMALL_BYTES) -> Any:

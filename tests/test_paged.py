@@ -165,6 +165,14 @@ def test_a_step_that_fails_leaves_the_state_as_it_was(method, count, error):
     assert_close(state, expected[0])
 
 
+def test_a_store_that_was_closed_is_named(store):
+    kept = PagedArray.of(X, store, "w")
+    store.close()
+    with pytest.raises(poet_jax.PageStoreError, match="forgets everything"):
+        np.asarray(kept)
+    kept.delete()
+
+
 def test_several_threads_share_a_step_and_a_store(store):
     init, step = case()
     planned, plain = schedule(step, "60%", store), jax.jit(step)
