@@ -26,8 +26,8 @@ from tqdm import tqdm
 
 import poet_jax
 from experiments import memory
-from experiments.data import load_dataset
-from experiments.models import loss_fn, resnet_nnx
+from experiments.data import DatasetSpec, load_dataset
+from experiments.models import loss_fn, make_model
 from poet_jax import heap
 from poet_jax.units import format_bytes, format_seconds
 
@@ -35,15 +35,17 @@ BUDGET = flags.DEFINE_string("budget", "40%", "Memory budget: a size or a percen
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Images in a batch.")
 STEPS = flags.DEFINE_integer("steps", 8, "Training steps within the budget.", 2)
 TIME_LIMIT = flags.DEFINE_float("time_limit", 25.0, "Seconds for the planner.")
-WIDTH = flags.DEFINE_integer("width", 64, "Channels of the first stage.", 1)
+MODEL = flags.DEFINE_string("model", "resnet18", "Model of images.")
 OUTPUT = flags.DEFINE_string("output", "outputs/demo", "Folder for the plan's figure.")
 
 PAIRS = 4  # of steps within the budget and by jax.jit, timed in turns
 BETA1 = 0.9  # of AdamW: after one step the first moment is (1 - BETA1) * gradient
 
 
-def make_model(num_classes: int) -> nnx.Module:
-    return resnet_nnx(18, num_classes, nnx.Rngs(0), width=WIDTH.value)
+def fresh_model(spec: DatasetSpec) -> nnx.Module:
+    model = make_model(MODEL.value, "nnx", dataset_spec=spec, seed=0)
+    assert isinstance(model, nnx.Module)
+    return model
 
 
 def main(argv):
@@ -54,7 +56,7 @@ def main(argv):
         jax.tree.map(jnp.asarray, batch)
         for batch in dataset.batches(BATCH_SIZE.value, seed=0, steps=STEPS.value)
     ]
-    model = make_model(dataset.num_classes)
+    model = fresh_model(dataset.spec)
     step = poet_jax.train_step(
         model,
         BUDGET.value,
@@ -63,8 +65,8 @@ def main(argv):
         planner=poet_jax.MilpPlanner(time_limit_seconds=TIME_LIMIT.value),
     )
     print(
-        f"Planning ResNet-18 on {dataset.name}, batch {BATCH_SIZE.value}: compiling "
-        f"and timing nodes, then up to {TIME_LIMIT.value:.0f} s of solving ...",
+        f"Planning {MODEL.value} on {dataset.name}, batch {BATCH_SIZE.value}: "
+        f"compiling and timing nodes, then up to {TIME_LIMIT.value:.0f} s of solving ...",
         flush=True,
     )
     schedule = step.plan(batches[0])
@@ -91,7 +93,7 @@ def main(argv):
             gradients = first_gradients(step)
         bar.set_postfix(loss=f"{loss:.3f}", step=format_seconds(step.last_run.seconds))
 
-    plain_step, differences = reference(dataset.num_classes, batches[0], gradients)
+    plain_step, differences = reference(dataset.spec, batches[0], gradients)
     timed(plain_step, batches[0])  # compiles
     # In turns, as other work on the machine would favour one of the two otherwise.
     pairs = [
@@ -137,10 +139,10 @@ def timed(run, *args) -> float:
     return time.perf_counter() - start
 
 
-def reference(num_classes: int, batch, gradients):
+def reference(spec: DatasetSpec, batch, gradients):
     """A step by jax.jit, and how far `gradients` are from jax.grad's, in relative norm:
     all of them as one vector, and the parameter where it is most."""
-    model = make_model(num_classes)
+    model = fresh_model(spec)
     graphdef, params, rest = nnx.split(model, nnx.Param, ...)
 
     def loss_of(params):

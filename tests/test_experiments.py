@@ -295,7 +295,7 @@ def run_module(name, output, *flags):
 
 
 def test_the_demo_runs(tmp_path):
-    flags = ("--width=4", "--batch_size=8", "--steps=2", "--time_limit=2")
+    flags = ("--model=cnn:width=8", "--batch_size=8", "--steps=2", "--time_limit=2")
     output = run_module("demo", tmp_path, "--budget=90%", *flags)
     assert "peak, executor's ledger" in output
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
