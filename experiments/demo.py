@@ -66,7 +66,8 @@ def main(argv):
     )
     print(
         f"Planning {MODEL.value} on {dataset.name}, batch {BATCH_SIZE.value}: "
-        f"compiling and timing nodes, then up to {TIME_LIMIT.value:.0f} s of solving ...",
+        "compiling and timing nodes, then up to "
+        f"{TIME_LIMIT.value:.0f} s of solving ...",
         flush=True,
     )
     schedule = step.plan(batches[0])

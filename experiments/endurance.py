@@ -5,7 +5,7 @@
 trains a small network with its state on storage, in a budget that makes it page and
 rematerialise, for 2,000 steps, and prints what the process holds after a tenth of them
 and at the end: physical memory, bytes in the store, size of its file, threads and open
-files. Written to experiments/results/endurance. Takes about four minutes on two cores.
+files. Written to experiments/results/endurance. Takes about three minutes on two cores.
 Expect the same numbers twice, but for a few MiB of memory, which it says.
 """
 
