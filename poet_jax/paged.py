@@ -153,7 +153,11 @@ def at_home(graph: Graph, paged: Collection[int]) -> Graph:
     """
     stored = {graph.arguments[leaf]: Place(leaf) for leaf in sorted(paged)}
     outputs = list(enumerate(graph.outputs))
-    unpaired = {leaf: v for leaf, v in outputs if v in graph.producer}
+    unpaired = {
+        leaf: v
+        for leaf, v in outputs
+        if v in graph.producer and graph.values[v].pageable
+    }
     landing: dict[int, Place] = {}
     for value in stored:
         if value not in graph.donated or value in graph.outputs:

@@ -32,10 +32,15 @@ def init_paged(
 
 
 def to_storage(state: Any, store: PageStore, min_bytes: int = SMALL_BYTES) -> Any:
-    """`state`, a pytree of arrays, with those of at least `min_bytes` in `store`."""
+    """`state`, a pytree of arrays, with those of at least `min_bytes` in `store`.
+
+    Typed PRNG keys stay in RAM. Raises PageStoreError if the store is full.
+    """
 
     def move(path, leaf):
         if isinstance(leaf, PagedArray) or getattr(leaf, "nbytes", 0) < min_bytes:
+            return leaf
+        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
             return leaf
         return PagedArray.of(leaf, store, jax.tree_util.keystr(path))
 

@@ -332,7 +332,8 @@ class Scheduled:
         leaves = jax.tree.leaves(self._static.remove(args, kwargs))
         paged = [n for n, x in enumerate(leaves) if isinstance(x, PagedArray)]
         try:
-            args, kwargs = jax.tree.map(_shape_of_paged, (args, kwargs))
+            if paged:
+                args, kwargs = jax.tree.map(_shape_of_paged, (args, kwargs))
             graph = coarsen(trace(self._jitted, *args, **kwargs))
         except CannotTrace as error:
             if not reason or isinstance(error, ClosesOverTracer):

@@ -165,6 +165,23 @@ def test_a_step_that_fails_leaves_the_state_as_it_was(method, count, error):
     assert_close(state, expected[0])
 
 
+def test_what_storage_cannot_hold_stays_in_ram():
+    """Keys, and results that would come back with a firmer type than they left."""
+    store = poet_jax.HostStore()
+    keys = jax.random.split(jax.random.key(0), 1000)
+    state = poet_jax.to_storage({"keys": keys, "w": X}, store, 4096)
+    assert state["keys"] is keys and isinstance(state["w"], PagedArray)
+
+    def step(state):
+        return {"keys": state["keys"], "w": jnp.broadcast_to(2.0, X.shape)}
+
+    got = schedule(step, "100%", store)(state)
+    expected = jax.jit(step)({"keys": keys, "w": X})
+    assert expected["w"].weak_type
+    assert got["w"].weak_type == expected["w"].weak_type
+    np.testing.assert_array_equal(np.asarray(got["w"]), expected["w"])
+
+
 def test_a_store_that_was_closed_is_named(store):
     kept = PagedArray.of(X, store, "w")
     store.close()
