@@ -10,9 +10,7 @@ Expect the same numbers twice, but for a few MiB of memory, which it says.
 """
 
 import gc
-import json
 import os
-import pathlib
 import threading
 
 import jax
@@ -23,6 +21,7 @@ from tqdm import tqdm
 
 import poet_jax
 from experiments import memory
+from experiments.steps import write_result
 from poet_jax import heap
 from poet_jax.units import format_bytes
 
@@ -100,9 +99,7 @@ def main(argv: list[str]) -> None:
         "at_the_end": late,
         "losses": [losses[0], losses[-1]],
     }
-    folder = pathlib.Path(OUTPUT.value)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "endurance.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_result(OUTPUT.value, "endurance", result)
 
 
 if __name__ == "__main__":

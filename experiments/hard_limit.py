@@ -20,7 +20,6 @@ state alone exceeds the limit, makes it under the limit.
 
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
@@ -31,7 +30,7 @@ from absl import app, flags
 
 import poet_jax
 from experiments import memory
-from experiments.steps import flax_case, in_ram, training_step
+from experiments.steps import flax_case, in_ram, training_step, write_result
 from poet_jax import heap
 from poet_jax.units import format_bytes
 
@@ -147,11 +146,9 @@ def main(argv: list[str]) -> None:
     )
     for row in (ours, plain):
         print(f"  {row['step']:9s} {row['outcome']}")
-    folder = pathlib.Path(OUTPUT.value)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{MODEL.value.partition(':')[0]}.json"
     command = f"python -m experiments.hard_limit {' '.join(sys.argv[1:])}".strip()
-    path.write_text(json.dumps({"command": command, "rows": [ours, plain]}, indent=1))
+    result = {"command": command, "rows": [ours, plain]}
+    write_result(OUTPUT.value, MODEL.value, result)
 
 
 if __name__ == "__main__":

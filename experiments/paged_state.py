@@ -12,7 +12,6 @@ times the seconds of `jax.jit`, by what the disk can do: a step moves 3 GB.
 """
 
 import json
-import pathlib
 import statistics
 import subprocess
 import sys
@@ -26,7 +25,7 @@ from tqdm import tqdm
 import poet_jax
 from experiments import memory
 from experiments.models import load_for_model, loss_fn, make_model
-from experiments.steps import in_ram
+from experiments.steps import in_ram, write_result
 from poet_jax import heap
 from poet_jax.units import format_bytes, format_seconds
 
@@ -135,10 +134,7 @@ def main(argv: list[str]) -> None:
         f"  ratio {result['ratio']:.2f}, losses differ by at most "
         f"{result['largest_loss_difference']:.1e}"
     )
-    folder = pathlib.Path(OUTPUT.value)
-    folder.mkdir(parents=True, exist_ok=True)
-    name = MODEL.value.partition(":")[0]
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_result(OUTPUT.value, MODEL.value, result)
 
 
 if __name__ == "__main__":

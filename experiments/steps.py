@@ -4,6 +4,7 @@ benchmarks."""
 import contextlib
 import csv
 import dataclasses
+import json
 import math
 import pathlib
 from collections.abc import Callable
@@ -175,6 +176,13 @@ def skips_case(batch_size: int = 4096) -> Case:
         return _normal(0, [(width, width)] * layers), (), batch
 
     return Case(init, loss)
+
+
+def write_result(folder: str, model: str, result: dict[str, Any]) -> None:
+    """Write `result` as JSON to a file of the model's name, without its options."""
+    path = pathlib.Path(folder) / f"{model.partition(':')[0]}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def read_rows(path: pathlib.Path) -> list[dict[str, str]]:

@@ -10,10 +10,8 @@ more for arrays of a MiB and above.
 
 import contextlib
 import fcntl
-import json
 import mmap
 import os
-import pathlib
 import statistics
 import tempfile
 import time
@@ -22,6 +20,7 @@ import numpy as np
 from absl import app, flags
 
 import poet_jax
+from experiments.steps import write_result
 from poet_jax.units import format_bytes
 
 FOLDER = flags.DEFINE_string(
@@ -99,10 +98,8 @@ def main(argv: list[str]) -> None:
                 flush=True,
             )
         rows.append(row)
-    folder = pathlib.Path(OUTPUT.value)
-    folder.mkdir(parents=True, exist_ok=True)
     result = {"command": "python -m experiments.store_benchmark", "rows": rows}
-    (folder / "store.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_result(OUTPUT.value, "store", result)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,12 @@ class PagedArray:
 
     def __init__(self, store: PageStore, shape: tuple[int, ...], dtype: Any):
         """Without contents yet; see `PagedArray.of`."""
+        if not all(callable(getattr(store, x, None)) for x in ("write", "read")):
+            raise TypeError(
+                f"An array was to be kept in {store!r}, which is not a page store. A "
+                "store has the methods write, read, delete and close. Type for example "
+                "store = poet_jax.FileStore(folder)."
+            )
         self.store, self.shape, self.dtype = store, tuple(shape), np.dtype(dtype)
         self._blocks = row_blocks(self.shape, self.dtype)
         self._keys = [("state", next(_keys)) for _ in self._blocks]

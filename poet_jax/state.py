@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from poet_jax.coarsen import coarsen
 from poet_jax.executors.host import HostExecutor
@@ -40,7 +41,7 @@ def to_storage(state: Any, store: PageStore, min_bytes: int = SMALL_BYTES) -> An
     def move(path, leaf):
         if isinstance(leaf, PagedArray) or getattr(leaf, "nbytes", 0) < min_bytes:
             return leaf
-        if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended):
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
             return leaf
         return PagedArray.of(leaf, store, jax.tree_util.keystr(path))
 

@@ -182,6 +182,13 @@ def test_what_storage_cannot_hold_stays_in_ram():
     np.testing.assert_array_equal(np.asarray(got["w"]), expected["w"])
 
 
+def test_a_folder_is_not_a_store(tmp_path):
+    with pytest.raises(TypeError, match=r"poet_jax.FileStore\(folder\)"):
+        poet_jax.to_storage(X, str(tmp_path), 4096)
+    with pytest.raises(TypeError, match=r"poet_jax.FileStore\(folder\)"):
+        poet_jax.init_paged(lambda: X * 2, str(tmp_path), min_bytes=4096)
+
+
 def test_a_store_that_was_closed_is_named(store):
     kept = PagedArray.of(X, store, "w")
     store.close()
