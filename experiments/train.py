@@ -10,6 +10,7 @@ modelled.
 
 import json
 import logging
+import math
 import pathlib
 import time
 from typing import Any
@@ -23,13 +24,10 @@ from tqdm import tqdm
 import poet_jax
 from experiments.data import DATASETS
 from experiments.models import FRAMEWORKS, load_for_model, loss_fn, make_model
+from poet_jax.units import format_bytes, format_joules, format_seconds
 
 PLANNERS = ("keep_all", "sqrt", "greedy", "paging_only", "paper", "milp")
-DEVICES = tuple(
-    name
-    for name, value in vars(poet_jax.devices).items()
-    if isinstance(value, poet_jax.DeviceProfile)
-)
+DEVICES = tuple(poet_jax.devices.ALL)
 
 MODEL = flags.DEFINE_string(
     "model", "cnn", "Model, such as resnet18 or bert:layers=2,width=128,heads=2."
@@ -42,12 +40,19 @@ DATA_FOLDER = flags.DEFINE_string(
     "data_folder", None, "Folder with data_batch_1 to data_batch_5 of cifar10."
 )
 BUDGET = flags.DEFINE_string(
-    "budget", "80%", "Memory of a step, as 64MiB or as 30% of what keep-all needs."
+    "budget",
+    None,
+    "Memory of a step, as 64MiB or as 30% of what keep-all needs; by default 80% on "
+    "host and the device's RAM on any other device.",
 )
 DEVICE = flags.DEFINE_string(
     "device",
     "host",
-    f"Whose costs the plan is for: host, this machine as measured, or {DEVICES}.",
+    "Whose costs the plan is for: host, this machine as measured, the path of a "
+    f"profile in TOML or JSON, or one of {', '.join(DEVICES)}.",
+)
+BATTERY = flags.DEFINE_float(
+    "battery_wh", None, "Watt hours of a battery, to say how long it lasts."
 )
 PLANNER = flags.DEFINE_enum(
     "planner", "milp", PLANNERS, "What decides to keep, remat or page each value."
@@ -69,23 +74,78 @@ STEPS = flags.DEFINE_integer("steps", 100, "Steps to train for.", lower_bound=1)
 LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-3, "Learning rate of AdamW.")
 SEED = flags.DEFINE_integer("seed", 0, "Seed of parameters, dropout and batches.")
 OUTPUT = flags.DEFINE_string(
-    "output", "outputs/train", "Folder for plan.json, plan.png and metrics.jsonl."
+    "output", "outputs/train", "Folder for what is written down."
 )
 
 
 def make_device(name: str) -> poet_jax.DeviceProfile:
-    """The device called `name` in `poet_jax.devices`, or "host".
+    """The device called `name` in `poet_jax.devices`, "host", or a profile's path.
 
-    Raises ValueError for any other name.
+    Raises ValueError for any other name, and for a profile that makes no sense.
     """
     if name == "host":
         return poet_jax.host()
+    if name.endswith((".toml", ".json")):
+        return poet_jax.DeviceProfile.load(name)
     if name not in DEVICES:
         raise ValueError(
             f"A device named {name!r} was asked for. The devices are host, "
-            f"{', '.join(DEVICES)}. Type --device=host for this machine."
+            f"{', '.join(DEVICES)}. Type --device=host for this machine, or a path "
+            "that ends in .toml or .json for a profile of your own."
         )
-    return getattr(poet_jax.devices, name)
+    return poet_jax.devices.ALL[name]
+
+
+def make_budget(budget: str | None, device: poet_jax.DeviceProfile) -> str | int:
+    """`budget`, or what a device has where that is not said."""
+    if budget is not None:
+        return budget
+    return "80%" if device.measured else device.ram_bytes
+
+
+def spent(
+    schedule: poet_jax.Schedule,
+    device: poet_jax.DeviceProfile,
+    steps_per_epoch: int,
+    battery_wh: float | None = None,
+) -> dict[str, float]:
+    """What `device` would have spent, modelled: keys name their units."""
+    usage = schedule.usage
+    result = {
+        "seconds_per_step": usage.seconds,
+        "joules_per_step": usage.joules,
+        "seconds_per_epoch": usage.seconds * steps_per_epoch,
+        "joules_per_epoch": usage.joules * steps_per_epoch,
+        "bytes_written_per_step": usage.bytes_paged_out,
+    }
+    if battery_wh is not None:
+        result["steps_per_battery"] = battery_wh * 3600 / usage.joules
+    if usage.bytes_paged_out and math.isfinite(device.store_endurance_bytes):
+        result["steps_until_worn"] = (
+            device.store_endurance_bytes / usage.bytes_paged_out
+        )
+    return result
+
+
+def describe(spent: dict[str, float], device: poet_jax.DeviceProfile) -> str:
+    """`spent` as a sentence for each of its parts."""
+    step, epoch = (
+        f"{format_seconds(spent[f'seconds_per_{x}'])} and "
+        f"{format_joules(spent[f'joules_per_{x}'])}"
+        for x in ("step", "epoch")
+    )
+    lines = [
+        f"on {device.name}, modelled: {step} a step, {epoch} an epoch, "
+        f"{format_bytes(spent['bytes_written_per_step'])} written to storage a step"
+    ]
+    for name, what in (
+        ("steps_per_battery", "steps from one battery"),
+        ("steps_until_worn", "steps until the storage is worn"),
+    ):
+        if name in spent:
+            hours = spent[name] * spent["seconds_per_step"] / 3600
+            lines.append(f"  {spent[name]:,.0f} {what}, {hours:,.3g} hours")
+    return "\n".join(lines)
 
 
 def make_planner(
@@ -142,7 +202,7 @@ def train() -> list[dict]:
     device = make_device(DEVICE.value)
     step = poet_jax.train_step(
         model,
-        BUDGET.value,
+        make_budget(BUDGET.value, device),
         loss_fn=loss_fn,
         optimizer=optax.adamw(LEARNING_RATE.value),
         device=device,
@@ -157,7 +217,11 @@ def train() -> list[dict]:
     example = next(dataset.batches(BATCH_SIZE.value, SEED.value, 1))
     schedule, update = bind(step, model, SEED.value, example)
     print(schedule)
-    print(f"  energies are modelled for {device.name}, not measured: {device.source}")
+    steps_per_epoch = -(-len(dataset.inputs) // BATCH_SIZE.value)
+    modelled = spent(schedule, device, steps_per_epoch, BATTERY.value)
+    (output / "device.json").write_text(json.dumps(modelled, indent=1) + "\n")
+    print(describe(modelled, device))
+    print(f"  energies are modelled, not measured, from these constants: {device}")
     schedule.to_json(output / "plan.json")
     schedule.plot(output / "plan.png")
 

@@ -1,14 +1,15 @@
 """Flax training steps within a memory budget: optimal rematerialisation and paging."""
 
-from poet_jax import device as devices
-from poet_jax import linen, nnx
+from poet_jax import devices, linen, nnx
 from poet_jax.coarsen import coarsen
 from poet_jax.convolution import filter_gradients
-from poet_jax.device import DeviceProfile, host
+from poet_jax.device import DeviceProfile
 from poet_jax.errors import BudgetTooSmall, CannotTrace, PageStoreError, PlanInvalid
 from poet_jax.executors.host import HostExecutor, Run
 from poet_jax.fuse import fuse
 from poet_jax.graph import Graph, Node, Value
+from poet_jax.machine import host, host_path
+from poet_jax.node_costs import write_node_costs
 from poet_jax.order import order
 from poet_jax.paged import PagedArray
 from poet_jax.pareto import Front, Point, pareto
@@ -66,6 +67,7 @@ __all__ = [
     "fuse",
     "greedy",
     "host",
+    "host_path",
     "init_paged",
     "keep_all",
     "load_instance",
@@ -84,4 +86,5 @@ __all__ = [
     "trace",
     "train_step",
     "value_and_grad",
+    "write_node_costs",
 ]

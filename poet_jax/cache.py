@@ -5,16 +5,15 @@ import hashlib
 import json
 import os
 import pathlib
-import platform
 import types
 
-import jax
 import numpy as np
 
 from poet_jax.compile import compile_nodes
-from poet_jax.device import DeviceProfile, host
+from poet_jax.device import DeviceProfile
 from poet_jax.errors import PlanInvalid
 from poet_jax.graph import Graph
+from poet_jax.machine import described, host
 from poet_jax.plan import Budget, Plan, Planner, plan_from_dict, plan_to_dict, save_json
 from poet_jax.price import Costs, costs_from_dict, costs_to_dict, price
 
@@ -47,9 +46,11 @@ class PlanCache:
     def costs(self, graph: Graph, device: DeviceProfile | None) -> Costs:
         """`price(graph, device)`, `host()` if None, or what that was on this machine
         before."""
-        if device is not None and not device.measured:
+        if device is not None and not (device.measured and device.node_costs is None):
             return price(graph, device)
-        path = self.folder / f"costs-{_hash(graph.fingerprint, *_machine())}.json"
+        given = "" if device is None else repr(device)
+        key = _hash(graph.fingerprint, given, *described())
+        path = self.folder / f"costs-{key}.json"
         executables = compile_nodes(graph)
         try:
             costs = costs_from_dict(json.loads(path.read_text()))
@@ -104,19 +105,6 @@ def plan_key(graph: Graph, costs: Costs, budget: Budget, planner: Planner) -> st
     )
     names = repr([value.name for value in graph.values]) if pins else ""
     return _hash(graph.fingerprint, *columns, repr(budget), name, names)
-
-
-def _machine() -> tuple[str, ...]:
-    """What measured costs depend on."""
-    model = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo") as file:
-            lines = [x.split(":", 1)[1].strip() for x in file if "model name" in x]
-        model = lines[0] if lines else model
-    except OSError:
-        pass
-    devices = sorted({device.device_kind for device in jax.devices()})
-    return model, str(os.cpu_count()), platform.node(), jax.__version__, *devices
 
 
 def _hash(*parts: str | bytes) -> str:

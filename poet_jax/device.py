@@ -1,17 +1,18 @@
 """Device profiles: how fast a device computes and pages, and what energy that takes."""
 
 import dataclasses
-import functools
+import json
 import math
 import os
-import time
+import pathlib
+import tomllib
+from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
-from poet_jax.store import FileStore
+_TEXTS = ("name", "node_costs", "source")
+_CHOICES = ("measured", "node_costs_partial")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,17 +22,28 @@ class DeviceProfile:
     Attributes:
       name: for tables.
       ram_bytes: memory of the device.
-      flops_per_second, flops_per_joule: of compute.
+      flops_per_second: of float32 matrix products and convolutions.
+      flops_per_joule: of the same, over idle; their ratio is the power of compute.
       bytes_per_second: of memory traffic; infinite if only FLOPs are counted.
+      elementwise_flops_per_second: of everything else; None if it is the same.
+      bfloat16_speedup, int8_speedup: rates of 2-byte floats and of 1-byte types over
+        float32's.
       page_in_latency_seconds, page_in_bytes_per_second: reading from storage.
       page_out_latency_seconds, page_out_bytes_per_second: writing to storage.
       paging_watts: drawn by a transfer, over idle.
+      store_bytes: room on storage.
+      store_endurance_bytes: that may be written in the storage's life; infinite if that
+        is not known.
       static_watts: drawn throughout the step, whatever runs.
       dispatch_seconds: to start one node.
       measured: True if `price` times each node on this machine instead of computing its
         seconds from the FLOP and byte rates; joules are then seconds times
         flops_per_second / flops_per_joule.
-      source: origin of each number; an assumption says "assumed".
+      node_costs: path of a CSV file with measured nodes, whose seconds and joules
+        replace what is computed; see `price.write_node_costs`.
+      node_costs_partial: whether nodes that the file lacks are priced as without it.
+      source: origin of each number, a sentence for all or one for each attribute; an
+        assumption says "assumed".
 
     Raises ValueError for a rate or power that is missing, zero where it divides,
     negative or NaN.
@@ -45,22 +57,32 @@ class DeviceProfile:
     page_out_bytes_per_second: float
     paging_watts: float
     bytes_per_second: float = math.inf
+    elementwise_flops_per_second: float | None = None
+    bfloat16_speedup: float = 1.0
+    int8_speedup: float = 1.0
     page_in_latency_seconds: float = 0.0
     page_out_latency_seconds: float = 0.0
+    store_bytes: float = math.inf
+    store_endurance_bytes: float = math.inf
     static_watts: float = 0.0
     dispatch_seconds: float = 0.0
     measured: bool = False
-    source: str = "assumed"
+    node_costs: str | None = None
+    node_costs_partial: bool = False
+    source: str | Mapping[str, str] = dataclasses.field(default="assumed", hash=False)
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, int | float):
+            if field.name in (*_TEXTS, *_CHOICES):
                 continue
-            divides = field.name.endswith(("_per_second", "_per_joule", "ram_bytes"))
-            if not value >= 0 or (divides and value == 0):
+            if value is None and field.default is None:
+                continue
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            divides = not field.name.endswith(("_watts", "_seconds", "store_bytes"))
+            if not number or not value >= 0 or (divides and value == 0):  # type: ignore[operator]
                 raise ValueError(
-                    f"The profile {self.name!r} was given {field.name}={value}. It "
+                    f"The profile {self.name!r} was given {field.name}={value!r}. It "
                     f"must be a {'positive' if divides else 'non-negative'} number in "
                     "SI units. Type the data sheet's value, or an assumed one and say "
                     "so in source."
@@ -71,132 +93,105 @@ class DeviceProfile:
         """Power of compute over idle: FLOP/s divided by FLOP/J."""
         return self.flops_per_second / self.flops_per_joule
 
+    def slowdown(self, matrix: bool, dtype: Any) -> float:
+        """How much longer than a FLOP of a float32 matrix product one FLOP takes."""
+        slower = 1.0
+        if not matrix and self.elementwise_flops_per_second is not None:
+            slower = self.flops_per_second / self.elementwise_flops_per_second
+        if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits == 16:
+            return slower / self.bfloat16_speedup
+        if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits <= 8:
+            return slower / self.int8_speedup
+        return slower
+
     def page_in_seconds(self, nbytes: int) -> float:
+        """Time of reading a value of `nbytes` from storage."""
         return self.page_in_latency_seconds + nbytes / self.page_in_bytes_per_second
 
     def page_out_seconds(self, nbytes: int) -> float:
+        """Time of writing a value of `nbytes` to storage."""
         return self.page_out_latency_seconds + nbytes / self.page_out_bytes_per_second
 
+    def origin(self, attribute: str) -> str:
+        """Where the number called `attribute` is from; "default" if nobody gave one."""
+        field = {f.name: f for f in dataclasses.fields(self)}[attribute]
+        if isinstance(self.source, str):
+            return self.source
+        given = getattr(self, attribute) != field.default
+        return self.source.get(attribute, "no origin stated" if given else "default")
 
-_SD_CARD: dict[str, Any] = {
-    "page_in_latency_seconds": 0.109e-3,
-    "page_in_bytes_per_second": 4.61651e6,
-    "page_out_latency_seconds": 0.113e-3,
-    "page_out_bytes_per_second": 4.440e6,
-    "paging_watts": 0.33,
-}
-_PUBLISHED = "constants published with the POET code (Patil et al., ICML 2022)"
+    def save(self, path: str | os.PathLike) -> None:
+        """Write the profile as TOML, or as JSON if the path ends so; see `load`."""
+        data = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        }
+        if isinstance(self.source, Mapping):
+            data["source"] = dict(self.source)
+        if pathlib.Path(path).suffix == ".json":
+            text = json.dumps(data, indent=1) + "\n"
+        else:
+            text = "".join(_toml_lines(data))
+        pathlib.Path(path).write_text(text)
 
-MKR1000 = DeviceProfile(
-    name="MKR1000 (Cortex-M0+, 48 MHz)",
-    ram_bytes=32 * 2**10,
-    flops_per_second=2000 / 12e-3,
-    flops_per_joule=2000 / 12e-3 / (20e-3 * 3.3),
-    source=_PUBLISHED,
-    **_SD_CARD,
-)
-NRF52840 = DeviceProfile(
-    name="nRF52840 (Cortex-M4F, 64 MHz)",
-    ram_bytes=256 * 2**10,
-    flops_per_second=1.6283e9 / 255.6237,
-    flops_per_joule=1.6283e9 / 255.6237 / (3.328e-3 * 3.3),
-    source=_PUBLISHED,
-    **_SD_CARD,
-)
-RASPBERRY_PI_4 = DeviceProfile(
-    name="Raspberry Pi 4B (Cortex-A72), cached storage",
-    ram_bytes=2 * 2**30,
-    flops_per_second=1.2035e8,
-    flops_per_joule=4.0117e7,
-    page_in_latency_seconds=5.096e-6,
-    page_in_bytes_per_second=45.5e6,
-    page_out_latency_seconds=18.53e-6,
-    page_out_bytes_per_second=24.5e6,
-    paging_watts=0.15,
-    source=_PUBLISHED
-    + "; FLOP/s from its uncached profile, as 2.0e9 would draw 50 W instead of the "
-    "measured 3 W",
-)
-RASPBERRY_PI_4_UNCACHED = dataclasses.replace(
-    RASPBERRY_PI_4,
-    name="Raspberry Pi 4B (Cortex-A72), uncached storage",
-    page_out_latency_seconds=4.235e-3,
-    page_out_bytes_per_second=17.1e6,
-)
-JETSON_TX2 = DeviceProfile(
-    name="Jetson TX2, one core",
-    ram_bytes=8 * 2**30,
-    flops_per_second=2.0e9,
-    flops_per_joule=2.0e9 / 0.766,
-    page_in_latency_seconds=0.54e-3,
-    page_in_bytes_per_second=108.5e6,
-    page_out_latency_seconds=2.396e-3,
-    page_out_bytes_per_second=94.37e6,
-    paging_watts=0.309,
-    source=_PUBLISHED + "; FLOP/s assumed, as none is published",
-)
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> "DeviceProfile":
+        """The profile in a TOML or JSON file, whose keys are the attributes above.
 
-_PROBE_BYTES = 32 * 2**20
+        `source` may be a table with an origin for each number. A relative `node_costs`
+        is looked for beside the file. Raises ValueError for a constant that is missing,
+        unknown or makes no sense, and FileNotFoundError.
+        """
+        path = pathlib.Path(path)
+        text = path.read_text()
+        try:
+            data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+        except ValueError as error:
+            raise ValueError(
+                f"{path} was to be read as a device profile: {error}. A profile is a "
+                "TOML file, or a JSON file whose name ends so. Write one with "
+                "poet_jax.devices.RASPBERRY_PI_4.save(path), and change its numbers."
+            ) from error
+        known = {field.name: field for field in dataclasses.fields(cls)}
+        missing = [
+            name
+            for name, field in known.items()
+            if field.default is dataclasses.MISSING
+            and name != "source"
+            and name not in data
+        ]
+        unknown = sorted(set(data) - set(known))
+        if missing or unknown:
+            what = f"lacks {', '.join(missing)}" if missing else ""
+            what += " and " if missing and unknown else ""
+            what += f"has the unknown {', '.join(unknown)}" if unknown else ""
+            raise ValueError(
+                f"The device profile {path} {what}. A profile has "
+                f"{', '.join(n for n in known if n not in _TEXTS[1:])}. Correct the "
+                "file, in SI units; what is assumed says so in source."
+            )
+        if data.get("node_costs"):
+            data["node_costs"] = str(path.parent / data["node_costs"])
+        return cls(**data)
 
-
-@functools.cache
-def host() -> DeviceProfile:
-    """This machine: nodes are timed one by one, storage by a probe of a second.
-
-    Rates are measured once per process. Power is assumed (10 W for compute on all
-    cores; for a transfer, which copies and sums, 2 W and one core's share; over 5 W of
-    idle), so its joules are modelled, never measured.
-    """
-    a = jnp.ones((1024, 1024), jnp.float32)
-    matmul = jax.jit(jnp.dot).lower(a, a).compile()
-    seconds = best_seconds(lambda: matmul(a, a))
-    flops_per_second = 2 * 1024**3 / seconds
-    b = jnp.ones(_PROBE_BYTES // 4, jnp.float32)
-    negate = jax.jit(jnp.negative).lower(b).compile()
-    bytes_per_second = 2 * _PROBE_BYTES / best_seconds(lambda: negate(b))
-    page_out, page_in = _storage_bytes_per_second()
-    return DeviceProfile(
-        name="this machine",
-        ram_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        flops_per_second=flops_per_second,
-        flops_per_joule=flops_per_second / 10.0,
-        bytes_per_second=bytes_per_second,
-        page_in_bytes_per_second=page_in,
-        page_out_bytes_per_second=page_out,
-        paging_watts=2.0 + 10.0 / (os.cpu_count() or 1),
-        static_watts=5.0,
-        dispatch_seconds=50e-6,
-        measured=True,
-        source="rates measured in this process; watts and dispatch_seconds assumed",
-    )
+    def __str__(self) -> str:
+        lines = [self.name]
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("name", "source") or value == field.default:
+                continue
+            shown = f"{value:.6g}" if isinstance(value, float) else str(value)
+            lines.append(f"  {field.name:29s} {shown:>12s}  {self.origin(field.name)}")
+        return "\n".join(lines)
 
 
-def best_seconds(run, repeats: int = 3) -> float:
-    """Shortest of `repeats` runs after one that warms up; `run` returns jax arrays."""
-    jax.block_until_ready(run())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def _storage_bytes_per_second() -> tuple[float, float]:
-    """Rates of writing to and reading from a FileStore, checksums included.
-
-    The first writing does not count: a store reuses its file, so its blocks exist.
-    """
-    store, data = FileStore(), np.empty(_PROBE_BYTES, np.uint8)
-    outs, ins = [], []
-    for _ in range(4):
-        start = time.perf_counter()
-        store.write(0, data, "probe")
-        middle = time.perf_counter()
-        store.read(0, data, "probe")
-        stop = time.perf_counter()
-        store.delete(0)
-        outs.append(middle - start)
-        ins.append(stop - middle)
-    store.close()
-    return _PROBE_BYTES / min(outs[1:]), _PROBE_BYTES / min(ins[1:])
+def _toml_lines(data: dict[str, Any]):
+    """Scalars first, as TOML wants; JSON's strings and numbers are TOML's, too."""
+    for name, value in data.items():
+        if not isinstance(value, Mapping):
+            yield f"{name} = {json.dumps(value)}\n"
+    for name, table in data.items():
+        if isinstance(table, Mapping):
+            yield f"\n[{name}]\n"
+            yield from _toml_lines(dict(table))

@@ -311,6 +311,28 @@ def _name(lowering: Callable[..., Any] | None) -> str:
     return "" if lowering is None else f"{lowering.__module__}.{lowering.__name__}"
 
 
+def node_signature(graph: Graph, node: Node) -> str:
+    """A hash of a node's operations and shapes, the same in every process.
+
+    Nodes with equal signatures take equally long; names and constants do not count.
+    """
+    reads = [(graph.values[v].shape, str(graph.values[v].dtype)) for v in node.reads]
+    equations = [
+        (
+            e.primitive.name,
+            _plain(e.params),
+            _name(e.lowering),
+            [x if isinstance(x, int) else "constant" for x in e.operands],
+            e.results,
+        )
+        for e in node.equations
+    ]
+    # A graph that was not traced has neither shapes nor equations.
+    name = "" if equations else node.name
+    data = json.dumps([name, reads, equations, node.outputs])
+    return hashlib.sha256(data.encode()).hexdigest()[:16]
+
+
 def renumber(graph: Graph, nodes: Iterable[Node]) -> Graph:
     """`graph` with `nodes` instead of its own, without the values that are left
     unused."""

@@ -43,6 +43,12 @@ class Budget:
         if not math.isinf(self.memory_bytes):
             object.__setattr__(self, "memory_bytes", int(self.memory_bytes))
 
+    def on_storage_of(self, store_bytes: float) -> "Budget":
+        """This budget, or if it has no limit on storage, one with `store_bytes`."""
+        if self.store_bytes is not None or math.isinf(store_bytes):
+            return self
+        return dataclasses.replace(self, store_bytes=int(store_bytes))
+
     def __str__(self) -> str:
         parts = [format_bytes(self.memory_bytes)]
         if self.seconds is not None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -16,8 +17,10 @@ from poet_jax.compile import (
     is_recycled,
     signature,
 )
-from poet_jax.device import DeviceProfile, best_seconds
+from poet_jax.device import DeviceProfile
 from poet_jax.graph import Equation, Graph, Node, Value, read_instance
+from poet_jax.machine import best_seconds
+from poet_jax.node_costs import read_node_costs
 from poet_jax.progress import counted
 from poet_jax.units import format_joules, format_seconds
 
@@ -95,23 +98,29 @@ def price(graph: Graph, device: DeviceProfile) -> Costs:
 
     Seconds of a node are measured on this machine, once per distinct signature, if
     `device.measured`; otherwise dispatch_seconds + max(FLOPs / flops_per_second,
-    bytes / bytes_per_second), a roofline. Joules are FLOPs / flops_per_joule, or for a
-    measured device seconds times its compute power. Workspaces are XLA's own
-    `memory_analysis` of the compiled node on this machine or, for a measured device,
-    what a run was seen to take, if that is more.
+    bytes / bytes_per_second), a roofline, with each equation's FLOPs times
+    `device.slowdown`. Joules are the compute power for as long as the roofline says,
+    or as was measured. Nodes listed in the file `device.node_costs` cost what it says.
+    Workspaces are XLA's own `memory_analysis` of the compiled node on this machine or,
+    for a measured device, what a run was seen to take, if that is more.
+
+    Raises ValueError if that file lacks nodes and `node_costs_partial` is False.
     """
     executables = compile_nodes(graph)
     if device.measured:
         seconds = _measure(graph, executables)
         joules = seconds * device.compute_watts
     else:
-        flops = np.array([node_flops(node) for node in graph.nodes], float)
+        flops = np.array([node_flops(node, device) for node in graph.nodes], float)
         traffic = np.array([_node_bytes(graph, node) for node in graph.nodes], float)
-        busy = np.maximum(
-            flops / device.flops_per_second, traffic / device.bytes_per_second
-        )
+        moving = traffic / device.bytes_per_second
+        busy = np.maximum(flops / device.flops_per_second, moving)
         seconds = device.dispatch_seconds + busy
-        joules = flops / device.flops_per_joule
+        joules = np.maximum(
+            flops / device.flops_per_joule, moving * device.compute_watts
+        )
+    if device.node_costs is not None:
+        seconds, joules = read_node_costs(graph, device, seconds, joules)
     nbytes = np.array([value.nbytes for value in graph.values], np.int64)
     page_in = np.array([device.page_in_seconds(int(n)) for n in nbytes], float)
     page_out = np.array([device.page_out_seconds(int(n)) for n in nbytes], float)
@@ -159,18 +168,40 @@ def load_instance(path: str | os.PathLike) -> tuple[Graph, Costs]:
     )
 
 
-def node_flops(node: Node) -> float:
-    """FLOPs of one run of the node, by the rule of each equation."""
-    return sum(map(_equation_flops, node.equations))
+def node_flops(node: Node, device: DeviceProfile | None = None) -> float:
+    """FLOPs of one run of the node, by the rule of each equation.
+
+    With a device: as many FLOPs of its float32 matrix products as take equally long.
+    """
+    return sum(
+        runs * _equation_flops(equation) * _slowdown(equation, device)
+        for equation, runs in _unrolled(node.equations)
+    )
+
+
+def _unrolled(
+    equations: Iterable[Equation], runs: int = 1
+) -> Iterator[tuple[Equation, int]]:
+    """Equations without bodies, and how often each runs."""
+    for equation in equations:
+        if equation.inner:
+            for body, times in equation.inner:
+                yield from _unrolled(body, runs * times)
+        else:
+            yield equation, runs
+
+
+def _slowdown(equation: Equation, device: DeviceProfile | None) -> float:
+    if device is None:
+        return 1.0
+    matrix = equation.primitive.name in ("dot_general", "conv_general_dilated")
+    arrays = (*equation.operand_shapes, *equation.result_shapes)
+    return device.slowdown(matrix, arrays[0].dtype) if arrays else 1.0
 
 
 def _equation_flops(equation: Equation) -> float:
     """2 per multiply-add of a contraction; 1 per element read by a reduction, per
-    element written otherwise; control flow as many times its body as it runs."""
-    if equation.inner:
-        return sum(
-            runs * sum(map(_equation_flops, body)) for body, runs in equation.inner
-        )
+    element written otherwise."""
     written = sum(_size(shape) for shape in equation.result_shapes)
     name = equation.primitive.name
     if name == "dot_general":

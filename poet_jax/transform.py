@@ -7,6 +7,7 @@ import functools
 import inspect
 import json
 import logging
+import math
 import os
 import reprlib
 import time
@@ -22,11 +23,12 @@ from poet_jax import explain
 from poet_jax.cache import PlanCache
 from poet_jax.coarsen import coarsen
 from poet_jax.convolution import filter_gradients
-from poet_jax.device import DeviceProfile, host
+from poet_jax.device import DeviceProfile
 from poet_jax.errors import CannotTrace, ClosesOverTracer, PlanInvalid
 from poet_jax.executors.host import HostExecutor, Run
 from poet_jax.executors.whole import NotPlanned, WholeStep, whole_step
 from poet_jax.graph import Graph
+from poet_jax.machine import host
 from poet_jax.order import order
 from poet_jax.paged import PagedArray, at_home
 from poet_jax.pareto import Front, pareto
@@ -129,16 +131,18 @@ def make_schedule(
     planner: Planner,
     whole: Callable[[Program, Costs, float], Program | None] | None = None,
     prepare: Callable[[Program, Costs, float], Program] | None = None,
+    store_bytes: float = math.inf,
 ) -> Schedule:
     """Plan `graph` within `budget` and check the plan in the simulator.
 
-    `whole` makes one instruction of keep-all's program if the budget allows it, and
-    then nothing needs a plan; `prepare` is the executor's. Raises BudgetTooSmall, and
-    PlanInvalid for a planner whose plan exceeds the budget.
+    `store_bytes` is the device's room, for a budget that does not say; `whole` makes
+    one instruction of keep-all's program if the budget allows it, and then nothing
+    needs a plan; `prepare` is the executor's. Raises BudgetTooSmall, and PlanInvalid
+    for a planner whose plan exceeds the budget.
     """
     everything = keep_everything(graph, costs)
     keep_all_bytes = everything.usage.peak_bytes
-    budget = parse_budget(budget, keep_all_bytes)
+    budget = parse_budget(budget, keep_all_bytes).on_storage_of(store_bytes)
     if budget.memory_bytes >= keep_all_bytes:
         logger.info(
             "the budget, %s, covers the %s that keep-all needs: nothing is repeated or "
@@ -312,6 +316,7 @@ class Scheduled:
                 planner,
                 None if self._whole is None or graph.stored else whole,
                 self._prepare,
+                math.inf if self.device is None else self.device.store_bytes,
             )
             self._latest = key
         return self._schedules[key]

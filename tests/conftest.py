@@ -24,6 +24,14 @@ hypothesis.settings.load_profile("poet_jax")
 poet_jax.compile.RECYCLED_BYTES = 1
 
 
+@pytest.fixture(autouse=True, scope="session")
+def cache_home(tmp_path_factory):
+    """This machine's rates are kept in a folder of the tests' own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(params=["HostStore", "FileStore"])
 def store(request, tmp_path):
     """Each kind of page store, empty."""

@@ -1,6 +1,7 @@
 """The experiments' models, data and training program."""
 
 import csv
+import dataclasses
 import json
 import math
 import pickle
@@ -15,6 +16,7 @@ from absl import flags
 from absl.testing import flagsaver
 from flax import nnx
 
+import poet_jax
 from experiments import memory, models, train
 from experiments.data import DatasetSpec, load_dataset
 
@@ -227,6 +229,33 @@ def test_train(tmp_path, capsys, model, dataset, framework, planner, budget):
     assert all(0 < line["peak_bytes"] <= budget_bytes for line in lines)
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     assert "energies are modelled" in capsys.readouterr().out
+
+
+def test_training_says_what_a_device_would_have_spent(tmp_path, capsys):
+    """A board of one's own, in its RAM: joules and epochs by the plan that was run."""
+    board = dataclasses.replace(poet_jax.devices.STM32F746, ram_bytes=160 * 2**10)
+    board.save(tmp_path / "board.toml")
+    run_train(
+        tmp_path,
+        model="mlp:width=16",
+        dataset="digits",
+        device=str(tmp_path / "board.toml"),
+        planner="paging_only",
+        batch_size=256,
+        steps=2,
+        battery_wh=2.0,
+    )
+    spent = json.loads((tmp_path / "device.json").read_text())
+    plan = json.loads((tmp_path / "plan.json").read_text())
+    assert plan["budget"]["memory_bytes"] == board.ram_bytes
+    assert spent["joules_per_step"] == pytest.approx(plan["plan"]["objective"])
+    assert spent["joules_per_epoch"] == 8 * spent["joules_per_step"]  # 1,797 examples
+    assert spent["steps_per_battery"] == 7200 / spent["joules_per_step"]
+    assert spent["bytes_written_per_step"] > 0
+    worn = spent["steps_until_worn"] * spent["bytes_written_per_step"]
+    assert worn == pytest.approx(board.store_endurance_bytes)
+    out = capsys.readouterr().out
+    assert "steps from one battery" in out and "assumed: half of one" in out
 
 
 def test_training_within_a_budget_is_plain_training(tmp_path):

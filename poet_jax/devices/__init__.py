@@ -1,0 +1,29 @@
+"""Named devices. Each is a TOML file in this folder, with the origin of every number.
+
+`paper` has the constants published with the POET code as they are, where this module
+has had to choose.
+"""
+
+import pathlib
+
+from poet_jax.device import DeviceProfile
+from poet_jax.devices import paper as paper
+
+_FOLDER = pathlib.Path(__file__).parent
+
+MKR1000 = DeviceProfile.load(_FOLDER / "mkr1000.toml")
+NRF52840 = DeviceProfile.load(_FOLDER / "nrf52840.toml")
+STM32F746 = DeviceProfile.load(_FOLDER / "stm32f746.toml")
+STM32H7 = DeviceProfile.load(_FOLDER / "stm32h7.toml")
+ESP32_S3 = DeviceProfile.load(_FOLDER / "esp32_s3.toml")
+RASPBERRY_PI_4 = DeviceProfile.load(_FOLDER / "raspberry_pi_4.toml")
+RASPBERRY_PI_4_UNCACHED = DeviceProfile.load(_FOLDER / "raspberry_pi_4_uncached.toml")
+RASPBERRY_PI_5 = DeviceProfile.load(_FOLDER / "raspberry_pi_5.toml")
+JETSON_TX2 = DeviceProfile.load(_FOLDER / "jetson_tx2.toml")
+JETSON_ORIN = DeviceProfile.load(_FOLDER / "jetson_orin.toml")
+
+ALL: dict[str, DeviceProfile] = {
+    name: profile
+    for name, profile in vars().copy().items()
+    if isinstance(profile, DeviceProfile)
+}

@@ -1,0 +1,137 @@
+"""This machine as a device: rates that are measured once and kept in a file."""
+
+import functools
+import hashlib
+import os
+import pathlib
+import platform
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from poet_jax.device import DeviceProfile
+from poet_jax.store import FileStore
+
+_PROBE_BYTES = 32 * 2**20
+
+
+def host_path() -> pathlib.Path:
+    """The file in which `host()` keeps this machine's rates: see and delete it at will.
+
+    In the folder `poet_jax` of XDG_CACHE_HOME, or of ~/.cache; named after a hash of
+    processor, cores, host name, JAX's version and its devices.
+    """
+    folder = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    key = hashlib.sha256("\n".join(described()).encode()).hexdigest()[:12]
+    return pathlib.Path(folder) / "poet_jax" / f"host-{key}.toml"
+
+
+@functools.cache
+def host() -> DeviceProfile:
+    """This machine: nodes are timed one by one, storage by a probe of a second.
+
+    Rates are measured once and then read from the file at `host_path()`; where that
+    cannot be written, once per process. Power is assumed (10 W for compute on all
+    cores; for a transfer, which copies and sums, 2 W and one core's share; over 5 W of
+    idle), so its joules are modelled, never measured.
+    """
+    path = host_path()
+    try:
+        return DeviceProfile.load(path)
+    except (OSError, ValueError):
+        profile = _measured()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.toml")
+        profile.save(part)
+        part.replace(path)
+    except OSError:  # a home that cannot be written to costs a second at each start
+        pass
+    return profile
+
+
+def described() -> tuple[str, ...]:
+    """What measured costs depend on: processor, cores, host, JAX and its devices."""
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = [x.split(":", 1)[1].strip() for x in file if "model name" in x]
+        model = lines[0] if lines else model
+    except OSError:
+        pass
+    devices = sorted({device.device_kind for device in jax.devices()})
+    return model, str(os.cpu_count()), platform.node(), jax.__version__, *devices
+
+
+def _measured() -> DeviceProfile:
+    a = jnp.ones((1024, 1024), jnp.float32)
+    matmul = jax.jit(jnp.dot).lower(a, a).compile()
+    flops_per_second = 2 * 1024**3 / best_seconds(lambda: matmul(a, a))
+    b = jnp.ones(_PROBE_BYTES // 4, jnp.float32)
+    negate = jax.jit(jnp.negative).lower(b).compile()
+    bytes_per_second = 2 * _PROBE_BYTES / best_seconds(lambda: negate(b))
+    page_out, page_in = _storage_bytes_per_second()
+    return DeviceProfile(
+        name="this machine",
+        ram_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        flops_per_second=flops_per_second,
+        flops_per_joule=flops_per_second / 10.0,
+        bytes_per_second=bytes_per_second,
+        page_in_bytes_per_second=page_in,
+        page_out_bytes_per_second=page_out,
+        paging_watts=2.0 + 10.0 / (os.cpu_count() or 1),
+        static_watts=5.0,
+        dispatch_seconds=_dispatch_seconds(),
+        measured=True,
+        source={
+            "ram_bytes": "the system's physical memory",
+            "flops_per_second": "measured: product of 1024 x 1024 matrices",
+            "flops_per_joule": "assumed: 10 W for compute on all cores",
+            "bytes_per_second": "measured: negating 32 MiB",
+            "page_in_bytes_per_second": "measured: FileStore, 32 MiB, with checksum",
+            "page_out_bytes_per_second": "measured: FileStore, 32 MiB, with checksum",
+            "paging_watts": "assumed: 2 W and one core's share",
+            "static_watts": "assumed: 5 W",
+            "dispatch_seconds": "measured: a compiled function of one number",
+            "measured": "nodes are timed when a graph is priced",
+        },
+    )
+
+
+def best_seconds(run, repeats: int = 3) -> float:
+    """Shortest of `repeats` runs after one that warms up; `run` returns jax arrays."""
+    jax.block_until_ready(run())
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def _dispatch_seconds() -> float:
+    x = jnp.float32(0)
+    negate = jax.jit(jnp.negative).lower(x).compile()
+    return best_seconds(lambda: [negate(x) for _ in range(100)]) / 100
+
+
+def _storage_bytes_per_second() -> tuple[float, float]:
+    """Rates of writing to and reading from a FileStore, checksums included.
+
+    The first writing does not count: a store reuses its file, so its blocks exist.
+    """
+    store, data = FileStore(), np.empty(_PROBE_BYTES, np.uint8)
+    outs, ins = [], []
+    for _ in range(4):
+        start = time.perf_counter()
+        store.write(0, data, "probe")
+        middle = time.perf_counter()
+        store.read(0, data, "probe")
+        stop = time.perf_counter()
+        store.delete(0)
+        outs.append(middle - start)
+        ins.append(stop - middle)
+    store.close()
+    return _PROBE_BYTES / min(outs[1:]), _PROBE_BYTES / min(ins[1:])
