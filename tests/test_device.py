@@ -214,3 +214,36 @@ def test_a_file_without_the_columns_is_refused(tmp_path):
 def test_the_page_of_devices_is_up_to_date():
     page = pathlib.Path(__file__).parents[1] / "docs" / "devices.md"
     assert page.read_text() == devices.page()
+
+
+def test_energy_is_what_the_formulas_say_by_hand():
+    """a = x @ x, b = a @ x, c = b @ a, with a paged between b and c.
+
+    A product of 4 x 4 takes 128 FLOPs: 0.128 s and 1.28 J at 1000 FLOP/s and 100
+    FLOP/J. The page of 64 B takes 2 + 64 / 4 s out and 1 + 64 / 8 s in, at 3 W. The
+    page-out starts when a is there, and b is done long before it: c waits for both.
+    """
+    board = dataclasses.replace(
+        BOARD,
+        page_in_latency_seconds=1.0,
+        page_out_latency_seconds=2.0,
+        static_watts=0.5,
+    )
+
+    def fun(x):
+        a = x @ x
+        return (a @ x) @ a
+
+    graph = poet_jax.trace(fun, jax.ShapeDtypeStruct((4, 4), jnp.float32))
+    (a,) = graph.nodes[0].writes
+    actions = (
+        poet_jax.Compute(0), poet_jax.PageOut(a), poet_jax.Compute(1),
+        poet_jax.PageIn(a), poet_jax.Compute(2),
+    )  # fmt: skip
+    plan = poet_jax.Plan(actions, poet_jax.Status.HEURISTIC, 0.0, 0.0, "by hand")
+    costs = poet_jax.price(graph, board)
+    usage = poet_jax.simulate(poet_jax.lower(graph, plan), costs)
+    seconds = 0.128 + (2 + 64 / 4) + (1 + 64 / 8) + 0.128
+    joules = 3 * 1.28 + 3.0 * (18 + 9) + 0.5 * seconds
+    assert usage.seconds == pytest.approx(seconds, rel=1e-12)
+    assert usage.joules == pytest.approx(joules, rel=1e-12)

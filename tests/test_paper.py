@@ -170,3 +170,10 @@ def test_a_function_that_computes_nothing_is_planned_or_refused(memory_bytes):
         with pytest.raises(poet_jax.BudgetTooSmall) as caught:
             planner(graph, costs, budget)
         assert caught.value.smallest_bytes == 10
+
+
+@pytest.mark.skipif(not INSTANCES.is_dir(), reason="the instances are not here")
+def test_the_published_example_takes_the_published_joules():
+    graph, costs = load("poet-resnet18_cifar-a72")
+    plan = poet_jax.keep_all(graph, costs, poet_jax.Budget(2**40))
+    assert plan.objective == pytest.approx(7.889510, rel=1e-6)

@@ -24,7 +24,7 @@ def sqrt(graph: Graph, costs: Costs, budget: Budget) -> Plan:
     since = time.monotonic()
     judged = keep_everything(graph, costs)
     if not fits(judged.usage, budget):
-        segments = judge(graph, costs, _stages(graph).actions(graph))
+        segments = judge(graph, costs, checkpoints(graph).actions(graph))
         if segments.usage.peak_bytes < judged.usage.peak_bytes:
             judged = segments
     if not fits(judged.usage, budget):
@@ -32,11 +32,13 @@ def sqrt(graph: Graph, costs: Costs, budget: Budget) -> Plan:
     return judged.plan("sqrt", since, bound=least_objective(graph, costs, "energy"))
 
 
-def _stages(graph: Graph) -> Stages:
+def checkpoints(graph: Graph, length: int | None = None) -> Stages:
+    """Segments of `length` forward nodes, sqrt(F) by default, that run again each."""
     stages = Stages.empty(graph)
     backward = [number for number, node in enumerate(graph.nodes) if node.backward]
     forward = backward[0] if backward else len(graph.nodes)
-    length = max(1, math.isqrt(max(forward - 1, 0)) + 1)
+    if length is None:
+        length = max(1, math.isqrt(max(forward - 1, 0)) + 1)
     for start in range(0, forward - length, length):
         segment = range(start, start + length)
         inside = {v for n in segment for v in graph.nodes[n].writes}

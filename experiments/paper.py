@@ -1,0 +1,395 @@
+"""The questions of the POET paper, asked of traced models; README.md has the findings.
+
+    python -m experiments.paper --question=ram
+    python -m experiments.paper --plot
+
+The first command plans what its question needs, and appends rows to a CSV file in
+experiments/results/paper/; a run that was stopped goes on where it was. On two cores
+`ram` takes an hour, `deadline` and `smallest` ten minutes each, and `instances` and
+`rules`, which need --instances=FOLDER with planner instances, a quarter of an hour. The
+second command draws every figure from the rows. All is modelled: nothing runs, and no
+joule is measured.
+
+ram: energy against RAM for each planner on four of the paper's devices.
+instances: the same for the paper's own layer graphs.
+deadline: energy against the deadline, in 60 % of keep-all's memory.
+smallest: the least RAM in which a model trains, what sets it, and who has as much.
+rules: plans by the published rules, judged by the simulator's.
+"""
+
+import csv
+import itertools
+import logging
+import pathlib
+from typing import Any
+
+import numpy as np
+from absl import app, flags
+
+import poet_jax
+from experiments import points
+from experiments.steps import read_rows
+from poet_jax.explain import new_figure
+from poet_jax.paged import at_home
+from poet_jax.planners.judge import floor_bytes, judge, keep_everything
+
+QUESTIONS = ("ram", "instances", "deadline", "smallest", "rules")
+QUESTION = flags.DEFINE_enum("question", None, QUESTIONS, "What to ask.")
+INSTANCES = flags.DEFINE_string("instances", None, "A folder of planner instances.")
+TIME_LIMIT = flags.DEFINE_float("time_limit", 10.0, "Seconds for each MILP.")
+FOLDER = flags.DEFINE_string(
+    "output", "experiments/results/paper", "Folder for CSV files and figures."
+)
+PLOT = flags.DEFINE_bool("plot", False, "Only draw the figures of the rows there are.")
+
+DEVICES = ("MKR1000", "NRF52840", "RASPBERRY_PI_4", "JETSON_TX2")
+PLANNERS = ("sqrt", "capuchin", "pofo", "paging", "remat", "milp")
+MODELS = (
+    ("resnet18", "photos", 32),
+    ("vgg16", "photos", 32),
+    ("bert:layers=12,length=512", "text", 1),
+)
+
+
+def ram() -> list[points.Point]:
+    shares = (90.0, 75.0, 60.0, 45.0)
+    return [
+        point
+        for model, dataset, batch in MODELS
+        for point in points.grid(
+            [model], [dataset], [batch], ["gradient"], ["all"], DEVICES, shares,
+            [None], PLANNERS,
+        )
+    ]  # fmt: skip
+
+
+def instances() -> list[points.Point]:
+    shares = (90.0, 75.0, 60.0, 45.0, 30.0)
+    return [
+        point
+        for path in instance_paths()
+        for point in points.grid(
+            [path.stem], [""], [1], ["instance"], ["activations"],
+            [path.stem.rpartition("-")[2]], shares, [None], PLANNERS,
+        )
+    ]  # fmt: skip
+
+
+def deadline() -> list[points.Point]:
+    factors = (1.0, 1.005, 1.01, 1.02, 1.05, 1.1, 1.25, 1.5, 2.0)
+    return points.grid(
+        ["resnet18"], ["photos"], [32], ["gradient"], ["all"],
+        ["RASPBERRY_PI_4", "NRF52840", "JETSON_TX2"], [60.0], factors,
+        ["paging", "remat", "milp"],
+    )  # fmt: skip
+
+
+def instance_paths() -> list[pathlib.Path]:
+    if INSTANCES.value is None:
+        raise SystemExit(
+            f"--question={QUESTION.value} was asked without planner instances. They "
+            "are JSON files, one graph each. Type --instances=FOLDER."
+        )
+    return sorted(pathlib.Path(INSTANCES.value).glob("*.json"))
+
+
+SMALLEST = (
+    ("resnet18", "photos", 1), ("resnet18", "photos", 8), ("resnet18", "photos", 32),
+    ("resnet18:width=8", "photos", 1), ("vgg16", "photos", 1), ("vgg16", "photos", 32),
+    ("bert:layers=12,length=16", "text", 1), ("bert:layers=12,length=128", "text", 1),
+    ("bert:layers=12,length=512", "text", 1),
+    ("bert:layers=2,width=64,heads=2,length=32", "text", 1),
+)  # fmt: skip
+STATES = ("all", "state on storage", "activations")
+SMALLEST_COLUMNS = (
+    "model", "batch_size", "counted", "nodes", "keep_all_bytes", "smallest_bytes",
+    "proven_bytes", "node", "alive", "devices",
+)  # fmt: skip
+
+
+def smallest(path: pathlib.Path) -> None:
+    """The least RAM of a whole step with AdamW, by what takes memory."""
+    done = {tuple(row[x] for x in SMALLEST_COLUMNS[:3]) for row in read_rows(path)}
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, SMALLEST_COLUMNS)
+        if not done:
+            writer.writeheader()
+        for (model, dataset, batch), counted in itertools.product(SMALLEST, STATES):
+            if (model, str(batch), counted) not in done:
+                writer.writerow(
+                    _smallest(model, dataset, batch, counted)
+                    | {"model": model, "batch_size": batch, "counted": counted}
+                )
+                file.flush()
+
+
+def _smallest(model: str, dataset: str, batch_size: int, counted: str) -> dict:
+    graph, batch = points.traced(model, dataset, batch_size, "step")
+    if counted == "state on storage":
+        state = range(len(graph.arguments) - batch)
+        large = [n for n in state if graph.values[graph.arguments[n]].nbytes >= 2**12]
+        graph = poet_jax.stream(at_home(graph, large))
+    costs = poet_jax.price(graph, poet_jax.devices.RASPBERRY_PI_4)
+    if counted == "activations":
+        costs = points.activations_only(graph, costs, graph.arguments[-batch:])
+    planner = poet_jax.MilpPlanner(time_limit_seconds=TIME_LIMIT.value, progress=False)
+    try:
+        planner(graph, costs, poet_jax.Budget(1))
+    except poet_jax.BudgetTooSmall as error:
+        found = error
+    fitting = [
+        name
+        for name, device in poet_jax.devices.ALL.items()
+        if device.ram_bytes >= found.smallest_bytes
+    ]
+    return {
+        "nodes": len(graph.nodes),
+        "keep_all_bytes": keep_everything(graph, costs).usage.peak_bytes,
+        "smallest_bytes": found.smallest_bytes,
+        "proven_bytes": found.least_bytes,
+        "node": found.node,
+        "alive": " ".join(found.values[:3]),
+        "devices": " ".join(fitting),
+    }
+
+
+RULES_COLUMNS = (
+    "instance", "nodes", "share", "deadline", "memory_bytes", "deadline_seconds",
+    "published_status", "published_joules", "peak_bytes", "seconds", "refuted",
+    "milp_status", "milp_joules", "milp_seconds",
+)  # fmt: skip
+PAPER_NODES = 120  # more are out of reach of the published formulation
+SHARES = (75, 50, 25, 10)  # percent of the way from the largest node to keep-all
+DEADLINES = (1.02, 4.0)  # times the compute
+
+
+def rules(path: pathlib.Path) -> None:
+    """Plans within the same memory and deadline, by both rules."""
+    done = {
+        tuple(r[x] for x in ("instance", "share", "deadline")) for r in read_rows(path)
+    }
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, RULES_COLUMNS)
+        if not done:
+            writer.writeheader()
+        for instance in instance_paths():
+            graph, costs = poet_jax.load_instance(instance)
+            if len(graph.nodes) > PAPER_NODES:
+                continue
+            for share, deadline in itertools.product(SHARES, DEADLINES):
+                name = {"instance": instance.stem, "share": share, "deadline": deadline}
+                if tuple(map(str, name.values())) not in done:
+                    writer.writerow(_rules(graph, costs, share, deadline) | name)
+                    file.flush()
+
+
+def _rules(
+    graph: poet_jax.Graph, costs: poet_jax.Costs, share: int, deadline: float
+) -> dict[str, Any]:
+    most = keep_everything(graph, costs).usage.peak_bytes
+    least = floor_bytes(graph, costs)
+    memory_bytes = int(least + (most - least) * share / 100)
+    seconds = deadline * float(costs.seconds.sum())
+    budget = poet_jax.Budget(memory_bytes, seconds)
+    row: dict[str, Any] = {
+        "nodes": len(graph.nodes),
+        "memory_bytes": memory_bytes,
+        "deadline_seconds": seconds,
+    }
+    limit = TIME_LIMIT.value
+    try:
+        plan = poet_jax.PaperPlanner("HIGHS", time_limit_seconds=6 * limit)(
+            graph, costs, budget
+        )
+        usage = judge(graph, costs, plan.actions).usage
+        over = [
+            name
+            for name, bad in (
+                ("memory", usage.peak_bytes > memory_bytes),
+                ("deadline", usage.seconds > seconds),
+            )
+            if bad
+        ]
+        row |= {
+            "published_status": plan.status.name,
+            "published_joules": plan.objective,
+            "peak_bytes": usage.peak_bytes,
+            "seconds": usage.seconds,
+            "refuted": " ".join(over),
+        }
+    except poet_jax.BudgetTooSmall:
+        row["published_status"] = "IMPOSSIBLE"
+    try:
+        planner = poet_jax.MilpPlanner(time_limit_seconds=limit, progress=False)
+        plan = planner(graph, costs, budget)
+        usage = judge(graph, costs, plan.actions).usage
+        row |= {
+            "milp_status": plan.status.name,
+            "milp_joules": plan.objective,
+            "milp_seconds": usage.seconds,
+        }
+    except poet_jax.BudgetTooSmall as error:
+        row["milp_status"] = "IMPOSSIBLE" if error.exact else "NONE"
+    return row
+
+
+# Okabe and Ito's colours, which are told apart without red or green.
+STYLES = {
+    "sqrt": ("#999999", "s", "sqrt"),
+    "capuchin": ("#E69F00", "v", "Capuchin-like"),
+    "pofo": ("#CC79A7", "d", "POFO-like"),
+    "paging": ("#56B4E9", "^", "paging only"),
+    "remat": ("#D55E00", "x", "remat only"),
+    "milp": ("#000000", "o", "integrated"),
+}
+
+
+def plot_panels(rows: list[dict[str, str]], x: str, label: str, path) -> None:
+    """A panel per model and device: joules over keep-all's against the column `x`."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    devices = list(dict.fromkeys(row["device"] for row in rows))
+    figure = new_figure(figsize=(2.9 * len(devices) + 0.6, 2.5 * len(models) + 0.8))
+    axes = figure.subplots(
+        len(models), len(devices), squeeze=False, sharex=True, sharey=True
+    )
+    for line, model in enumerate(models):
+        for column, device in enumerate(devices):
+            axis = axes[line, column]
+            here = [r for r in rows if (r["model"], r["device"]) == (model, device)]
+            _lines(axis, here, x)
+            name = (
+                pathlib.Path(model).stem.rpartition("-")[0] or model.partition(":")[0]
+            )
+            axis.set_title(f"{name}, {device}", fontsize=9)
+    handles = {}
+    for axis in axes.flat:
+        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
+    figure.legend(
+        handles.values(), handles.keys(), loc="outside upper center", ncols=6,
+        fontsize=8, frameon=False,
+    )  # fmt: skip
+    figure.supxlabel(label, fontsize=9)
+    figure.supylabel("extra energy over keep-all (%, modelled)", fontsize=9)
+    figure.savefig(path, dpi=130)
+
+
+LEAST = 0.01  # percent; the axis is logarithmic
+
+
+def _lines(axis, rows: list[dict[str, str]], x: str) -> None:
+    for planner, (colour, marker, name) in STYLES.items():
+        found = sorted(
+            (float(r[x]), 100 * (float(r["joules"]) / float(r["keep_all_joules"]) - 1))
+            for r in rows
+            if r["planner"] == planner and r["joules"]
+        )
+        if found:
+            places, extra = np.array(found).T
+            axis.plot(
+                places, np.maximum(extra, LEAST), marker=marker, color=colour,
+                label=name, markersize=4, linewidth=0.9,
+            )  # fmt: skip
+    none = {float(r[x]) for r in rows} - {float(r[x]) for r in rows if r["joules"]}
+    for place in none:
+        axis.text(
+            place, LEAST * 1.2, "no plan", rotation=90, fontsize=6, color="#555555",
+            ha="center", va="bottom",
+        )  # fmt: skip
+    axis.set_yscale("log")
+    axis.set_ylim(LEAST * 0.8, 3000)
+    axis.tick_params(labelsize=7)
+
+
+def plot_smallest(rows: list[dict[str, str]], path) -> None:
+    """Bars of the least RAM by what is counted, and lines for the devices' RAM."""
+    names = list(dict.fromkeys((r["model"], r["batch_size"]) for r in rows))
+    figure = new_figure(figsize=(9, 0.55 * len(names) + 1.4))
+    axis = figure.subplots()
+    colours = dict(zip(STATES, ("#0072B2", "#56B4E9", "#E69F00"), strict=True))
+    for offset, counted in enumerate(STATES):
+        found = {
+            (r["model"], r["batch_size"]): int(r["smallest_bytes"])
+            for r in rows
+            if r["counted"] == counted
+        }
+        axis.barh(
+            [i + 0.27 * (1 - offset) for i in range(len(names))],
+            [found.get(name, np.nan) / 2**20 for name in names],
+            height=0.25, color=colours[counted],
+            label={"all": "everything"}.get(counted, counted),
+        )  # fmt: skip
+    shown = ("NRF52840", "STM32H7", "RASPBERRY_PI_4")
+    for name in shown:
+        mib = poet_jax.devices.ALL[name].ram_bytes / 2**20
+        axis.axvline(mib, color="black", linewidth=0.8, linestyle=":")
+        axis.text(mib, len(names) - 0.45, f" {name}", fontsize=7, va="bottom")
+    axis.set_yticks(
+        range(len(names)), [f"{m}, batch {b}" for m, b in names], fontsize=7
+    )
+    axis.set_ylim(-0.6, len(names) + 0.1)
+    axis.set_xscale("log")
+    axis.set_xlabel("least RAM of a training step (MiB, modelled)")
+    figure.legend(loc="outside upper center", ncols=3, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def plot_rules(rows: list[dict[str, str]], path) -> None:
+    """What the published rules' plans take under the simulator's, over the budget."""
+    figure = new_figure(figsize=(7, 4))
+    axis = figure.subplots()
+    for marker, kind, test in (
+        ("o", "holds", lambda r: not r["refuted"]),
+        ("x", "refuted", lambda r: bool(r["refuted"])),
+    ):
+        chosen = [r for r in rows if r["peak_bytes"] and test(r)]
+        axis.scatter(
+            [100 * float(r["peak_bytes"]) / float(r["memory_bytes"]) for r in chosen],
+            [100 * float(r["seconds"]) / float(r["deadline_seconds"]) for r in chosen],
+            marker=marker, color={"o": "#0072B2", "x": "#D55E00"}[marker],
+            label=f"published plan {kind} ({len(chosen)})",
+        )  # fmt: skip
+    axis.axhline(100, color="black", linewidth=0.8)
+    axis.axvline(100, color="black", linewidth=0.8)
+    axis.set_xlabel("peak, in-flight pages counted (% of the budget)")
+    axis.set_ylabel("time, transfers counted (% of the deadline)")
+    figure.legend(loc="outside upper center", ncols=2, fontsize=8, frameon=False)
+    figure.savefig(path, dpi=130)
+
+
+def plot(folder: pathlib.Path) -> None:
+    for name, x, label in (
+        ("ram", "share", "RAM (% of keep-all's peak)"),
+        ("instances", "share", "RAM (% of keep-all's peak)"),
+        ("deadline", "deadline", "deadline (times keep-all's seconds)"),
+    ):
+        rows = read_rows(folder / f"{name}.csv")
+        if rows:
+            plot_panels(rows, x, label, folder / f"{name}.png")
+    for name, draw in (("smallest", plot_smallest), ("rules", plot_rules)):
+        rows = read_rows(folder / f"{name}.csv")
+        if rows:
+            draw(rows, folder / f"{name}.png")
+
+
+def main(argv: list[str]) -> None:
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    if QUESTION.value is None and not PLOT.value:
+        raise app.UsageError(f"type --question={'|'.join(QUESTIONS)} or --plot")
+    logging.getLogger("poet_jax").setLevel(logging.ERROR)
+    folder = pathlib.Path(FOLDER.value)
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{QUESTION.value}.csv"
+    match QUESTION.value:
+        case "ram" | "instances" | "deadline" as name:
+            ask = {"ram": ram, "instances": instances, "deadline": deadline}[name]
+            points.run(ask(), path, TIME_LIMIT.value, INSTANCES.value)
+        case "smallest":
+            smallest(path)
+        case "rules":
+            rules(path)
+    plot(folder)
+
+
+if __name__ == "__main__":
+    app.run(main)

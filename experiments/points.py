@@ -1,0 +1,251 @@
+"""Points of a sweep over models, devices, budgets and planners, and their rows."""
+
+import csv
+import dataclasses
+import functools
+import itertools
+import math
+import pathlib
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from tqdm import tqdm
+
+import poet_jax
+from experiments import baselines
+from experiments.steps import flax_case, read_rows, training_step
+from poet_jax.planners.judge import keep_everything
+from poet_jax.transform import PASSES
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One row of a sweep, before it is planned; the fields are flags' values.
+
+    With kind "instance" the model is the name of a planner instance, whose costs are
+    its own: dataset is empty and device is only a label.
+    """
+
+    model: str
+    dataset: str
+    batch_size: int
+    kind: str
+    counted: str
+    device: str
+    share: float
+    deadline: float | None
+    planner: str
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """The values as a CSV file holds them."""
+        return tuple("" if x is None else str(x) for x in dataclasses.astuple(self))
+
+
+RESULTS = (
+    "nodes", "keep_all_bytes", "keep_all_joules", "keep_all_seconds", "memory_bytes",
+    "status", "joules", "seconds", "peak_bytes", "bytes_paged_out", "recomputed", "gap",
+    "planning_seconds", "reason",
+)  # fmt: skip
+COLUMNS = (*(field.name for field in dataclasses.fields(Point)), *RESULTS)
+
+
+@functools.lru_cache(maxsize=1)
+def traced(
+    model: str, dataset: str, batch_size: int, kind: str
+) -> tuple[poet_jax.Graph, int]:
+    """The graph of a gradient or a whole step, and how many arguments are the batch."""
+    case = flax_case(model, batch_size, dataset)
+    params, rest, batch = jax.eval_shape(case.init)
+    if kind == "gradient":
+        gradient = jax.value_and_grad(case.loss, has_aux=True)
+        graph = poet_jax.trace(jax.jit(gradient), params, rest, batch)
+    else:
+        optimizer = optax.adamw(1e-3)
+        state = params, rest, jax.eval_shape(optimizer.init, params)
+        step = jax.jit(training_step(case.loss, optimizer), donate_argnums=0)
+        graph = poet_jax.trace(step, state, batch)
+    graph = poet_jax.coarsen(graph)
+    for change in PASSES:
+        graph = change(graph)
+    return graph, len(jax.tree.leaves(batch))
+
+
+@functools.lru_cache(maxsize=1)
+def priced(
+    model: str,
+    dataset: str,
+    batch_size: int,
+    kind: str,
+    counted: str,
+    device: str,
+    instances: str | None,
+) -> tuple[poet_jax.Graph, poet_jax.Costs]:
+    if kind == "instance":
+        return poet_jax.load_instance(pathlib.Path(instances or "", f"{model}.json"))
+    graph, batch = traced(model, dataset, batch_size, kind)
+    costs = poet_jax.price(graph, poet_jax.devices.ALL[device])
+    if counted == "activations":
+        costs = activations_only(graph, costs, graph.arguments[-batch:])
+    return graph, costs
+
+
+def activations_only(
+    graph: poet_jax.Graph, costs: poet_jax.Costs, batch: Iterable[int]
+) -> poet_jax.Costs:
+    """`costs` for the published accounting, in which only activations take memory.
+
+    What depends on parameters alone takes none, nor does a gradient of a parameter on
+    its way out, nor what XLA allocates inside a node.
+    """
+    depends = set(batch)
+    for node in graph.nodes:
+        if not depends.isdisjoint(node.reads):
+            depends.update(node.writes)
+    nbytes = np.where(np.isin(np.arange(len(graph.values)), list(depends)), 1, 0)
+    nbytes = nbytes * costs.nbytes
+    nbytes[list(graph.outputs)] = 0
+    for node in reversed(graph.nodes):
+        for value in node.reads:
+            readers = graph.readers[value]
+            if value in graph.producer and all(
+                any(
+                    nbytes[w] == 0 and costs.nbytes[w] == costs.nbytes[value]
+                    for w in graph.nodes[reader].writes
+                )
+                for reader in readers
+            ):
+                nbytes[value] = 0
+    return dataclasses.replace(
+        costs, nbytes=nbytes, workspace_bytes=np.zeros_like(costs.workspace_bytes)
+    )
+
+
+class Sweep:
+    """Plans points one after the other; what is planned for one serves the next."""
+
+    def __init__(self, time_limit_seconds: float, instances: str | None = None):
+        self._instances = instances
+        milp = functools.partial(
+            poet_jax.MilpPlanner, time_limit_seconds=time_limit_seconds, progress=False
+        )
+        self.planners: dict[str, Any] = {
+            "keep_all": poet_jax.keep_all,
+            "greedy": poet_jax.greedy,
+            "sqrt": poet_jax.sqrt,
+            "capuchin": baselines.capuchin,
+            "pofo": baselines.pofo,
+            "paging": milp(remat=False),
+            "remat": milp(paging=False),
+            "milp": milp(),
+        }
+        self._last: dict[Any, poet_jax.Plan | poet_jax.BudgetTooSmall] = {}
+        self._of: Any = None
+
+    def plan(self, point: Point) -> dict[str, Any]:
+        """The row of a point."""
+        start = time.monotonic()
+        if point.planner not in self.planners:
+            raise ValueError(
+                f"A planner named {point.planner!r} was asked for. The planners are "
+                f"{', '.join(self.planners)}. Type --planner=milp."
+            )
+        device = poet_jax.devices.ALL.get(point.device)
+        if device is None and point.kind != "instance":
+            raise ValueError(
+                f"A device named {point.device!r} was asked for. The devices are "
+                f"{', '.join(poet_jax.devices.ALL)}. Type --device=RASPBERRY_PI_4."
+            )
+        of = dataclasses.astuple(point)[:6]
+        graph, costs = priced(*of, self._instances)
+        if self._of != of:
+            self._of, self._last = of, {}
+        everything = keep_everything(graph, costs).usage
+        seconds = point.deadline and point.deadline * everything.seconds
+        budget = poet_jax.Budget(
+            max(int(everything.peak_bytes * point.share / 100), 1), seconds
+        ).on_storage_of(device.store_bytes if device else math.inf)
+        row = dataclasses.asdict(point) | {
+            "nodes": len(graph.nodes),
+            "keep_all_bytes": everything.peak_bytes,
+            "keep_all_joules": everything.joules,
+            "keep_all_seconds": everything.seconds,
+            "memory_bytes": budget.memory_bytes,
+        }
+        plan = self._plan(point.planner, graph, costs, budget)
+        row["planning_seconds"] = f"{time.monotonic() - start:.2f}"
+        if isinstance(plan, poet_jax.BudgetTooSmall):
+            status = "IMPOSSIBLE" if plan.exact else "NONE"
+            return row | {"status": status, "reason": str(plan)}
+        program = poet_jax.lower(graph, plan)
+        usage = poet_jax.simulate(program, costs)
+        return row | {
+            "status": plan.status.name,
+            "joules": usage.joules,
+            "seconds": usage.seconds,
+            "peak_bytes": usage.peak_bytes,
+            "bytes_paged_out": usage.bytes_paged_out,
+            "recomputed": program.recomputed,
+            "gap": f"{plan.gap:.6f}",
+        }
+
+    def _plan(self, name: str, graph, costs, budget):
+        key = name, budget
+        if key not in self._last:
+            planner = self.planners[name]
+            if name == "milp":  # it may do all that the others may
+                plans = [
+                    self._plan(x, graph, costs, budget) for x in ("paging", "remat")
+                ]
+                plans = [x for x in plans if isinstance(x, poet_jax.Plan)]
+                best = min(plans, key=lambda plan: plan.objective, default=None)
+                planner = functools.partial(planner, start=best)
+            try:
+                self._last[key] = planner(graph, costs, budget)
+            except poet_jax.BudgetTooSmall as error:
+                self._last[key] = error
+        return self._last[key]
+
+
+def run(
+    points: Iterable[Point],
+    path: pathlib.Path,
+    time_limit: float,
+    instances: str | None = None,
+) -> None:
+    """Append a row to the CSV file at `path` for each point that is not there yet.
+
+    `instances` is the folder of points whose kind is "instance".
+    """
+    done = {tuple(row[x] for x in COLUMNS[:9]) for row in read_rows(path)}
+    todo = [point for point in points if point.key not in done]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sweep = Sweep(time_limit, instances)
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if not done:
+            writer.writeheader()
+        progress = tqdm(todo, unit="plan")
+        for point in progress:
+            progress.set_postfix_str(" ".join(point.key[i] for i in (0, 5, 6, 8)))
+            writer.writerow(sweep.plan(point))
+            file.flush()
+
+
+def grid(
+    models, datasets, batches, kinds, counted, devices, shares, deadlines, planners
+) -> list[Point]:
+    """Every combination, in an order in which a graph is traced and priced once."""
+    return list(
+        itertools.starmap(
+            Point,
+            itertools.product(
+                models, datasets, batches, kinds, counted, devices, shares,
+                deadlines, planners,
+            ),
+        )
+    )  # fmt: skip
