@@ -24,7 +24,12 @@ from poet_jax.cache import PlanCache
 from poet_jax.coarsen import coarsen
 from poet_jax.convolution import filter_gradients
 from poet_jax.device import DeviceProfile
-from poet_jax.errors import CannotTrace, ClosesOverTracer, PlanInvalid
+from poet_jax.errors import (
+    BudgetTooSmall,
+    CannotTrace,
+    ClosesOverTracer,
+    PlanInvalid,
+)
 from poet_jax.executors.host import HostExecutor, Run
 from poet_jax.executors.whole import NotPlanned, WholeStep, whole_step
 from poet_jax.graph import Graph
@@ -157,7 +162,14 @@ def make_schedule(
             schedule = Schedule.of(graph, costs, budget, plan, program)
             if fits(schedule.usage, budget):
                 return schedule
-    plan = planner(graph, costs, budget)
+    try:
+        plan = planner(graph, costs, budget)
+    except BudgetTooSmall as error:
+        if whole is not None:
+            program = whole(everything.program, costs, error.smallest_bytes - 1)
+            if program is not None:
+                raise _whole_is_leaner(budget, program, costs, error) from error
+        raise
     schedule = Schedule.of(graph, costs, budget, plan)
     if not fits(schedule.usage, budget):
         raise PlanInvalid(
@@ -180,6 +192,25 @@ def _best_of_all(everything: Judged, planner: Planner) -> Plan:
         objective=objective,
         bound=objective_of(everything.usage, objective),
         status=Status.OPTIMAL,
+    )
+
+
+def _whole_is_leaner(
+    budget: Budget, program: Program, costs: Costs, error: BudgetTooSmall
+) -> BudgetTooSmall:
+    """`error`, with what the step needs as one executable, which is less."""
+    least = simulate(program, costs).peak_bytes
+    return BudgetTooSmall(
+        f"A plan was asked for within {budget}. The step as one executable, as under "
+        f"jax.jit, needs {least} bytes ({format_bytes(least)}), and node by node at "
+        f"least {error.smallest_bytes}. Type a budget of at least {least}, or lower "
+        "the need: a smaller batch, or donate_argnums for the state that the step "
+        "replaces.",
+        smallest_bytes=least,
+        exact=error.exact,
+        least_bytes=least if error.exact else min(least, error.least_bytes),
+        node=error.node,
+        values=error.values,
     )
 
 
@@ -300,16 +331,16 @@ class Scheduled:
                 planner = functools.partial(self._cache.plan, planner)
                 functools.update_wrapper(planner, self.planner)  # keeps its objective
 
+            step: WholeStep | None = None
+
             def whole(program: Program, costs: Costs, memory_bytes: float):
+                nonlocal step
                 assert self._whole is not None
                 fun = self._of(program.graph)
                 step = self._whole(fun, program, costs, memory_bytes, args, kwargs)
-                if step is None:
-                    return None
-                self._runners[key] = step
-                return step.program
+                return None if step is None else step.program
 
-            self._schedules[key] = make_schedule(
+            schedule = make_schedule(
                 graph,
                 costs,
                 self.budget,
@@ -318,6 +349,9 @@ class Scheduled:
                 self._prepare,
                 math.inf if self.device is None else self.device.store_bytes,
             )
+            if step is not None and schedule.program is step.program:
+                self._runners[key] = step
+            self._schedules[key] = schedule
             self._latest = key
         return self._schedules[key]
 
