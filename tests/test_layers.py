@@ -11,8 +11,8 @@ LAYERS = """
     device devices.paper devices machine node_costs price plan program simulate fuse
     planners planners.judge planners.keep_all planners.sqrt planners.greedy
     planners.repair planners.worker planners.solver planners.objective planners.cuts
-    planners.milp planners.paper executors executors.buffers executors.host
-    executors.whole explain stream state
+    planners.formulation planners.milp planners.paper executors executors.buffers
+    executors.host executors.whole explain stream state
     pareto cache transform training nnx linen train_step
     __init__
 """.split()

@@ -1,28 +1,21 @@
 """The sparse MILP: keep, rematerialise or page every value at the least cost.
 
-The equations carry the numbers of docs/formulation.md. Stage t is base node t with what
-is done just for it; stage N needs the outputs. The touches of a value are the stages in
-which it may be read or produced; between two of them nothing about it can change, so
-one binary for each gap is enough.
-
-    x[v, k]  v stays in RAM over its k-th gap, from touch k to touch k + 1
-    r[i, t]  node i runs again in stage t        in[v, t]  v is paged in during stage t
-    out[v]   v is written to storage, once, right after it is produced
+Small graphs are solved exactly by `Formulation`, larger ones by rounds of `Cuts`; every
+plan on the way is repaired, prefetched and judged by the simulator.
 """
 
 import dataclasses
 import fnmatch
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 from poet_jax import progress
 from poet_jax.errors import BudgetTooSmall
 from poet_jax.graph import Graph
-from poet_jax.plan import Budget, Compute, PageIn, Plan, Stages, Status
+from poet_jax.plan import Budget, Plan, Status
 from poet_jax.planners.cuts import Cuts, crests
+from poet_jax.planners.formulation import Formulation
 from poet_jax.planners.greedy import evict
 from poet_jax.planners.judge import (
     Judged,
@@ -36,15 +29,14 @@ from poet_jax.planners.judge import (
     objective_of,
     prefetch,
 )
-from poet_jax.planners.objective import minimise
 from poet_jax.planners.repair import evictions, refill
-from poet_jax.planners.solver import Model, check_solver, xsum
+from poet_jax.planners.solver import check_solver
 from poet_jax.price import Costs
 from poet_jax.units import format_count, format_joules, format_seconds
 
 logger = logging.getLogger("poet_jax")
 
-# Up to this many nodes the formulation below is solved; beyond, `Cuts`.
+# Up to this many nodes `Formulation` is solved; beyond, `Cuts`.
 EXACT_NODES = 32
 
 # A program of `Cuts` with more binaries gets a horizon, of so many nodes.
@@ -433,357 +425,3 @@ class _Search:
         return budget_too_small(
             graph, costs, self.budget, leanest, "MilpPlanner", least_bytes=least
         )
-
-
-class Formulation:
-    """The MILP over a solver of python-mip; without a budget it minimises the peak."""
-
-    def __init__(
-        self, graph: Graph, costs: Costs, budget: Budget | None, planner: MilpPlanner
-    ):
-        self.graph, self.costs, self.budget = graph, costs, budget
-        self.planner = planner
-        self.count = len(graph.nodes)
-        self.is_relaxation = True  # False once a deadline was tightened
-        self.model = Model(planner.solver, planner.gap / 2)
-        self.nbytes = [int(n) for n in costs.nbytes]
-        self.pinned_bytes = sum(self.nbytes[v] for v in graph.pinned)
-        self.candidates = [self._candidates(t) for t in range(self.count + 1)]
-        self.touches = self._touches()
-        self._variables()
-        self._presence_rows()
-        self._memory_rows()
-        self._store_rows()
-        self._objective()
-        self.tightened: set[tuple[int, int]] = set()
-        self.statistics = {
-            "binaries": len(self.x) + len(self.r) + len(self.page_in),
-            "rows": len(self.model.rows),
-            "rounds": 0,
-        }
-
-    # What may happen when.
-
-    def reads(self, stage: int) -> tuple[int, ...]:
-        if stage < self.count:
-            return self.graph.nodes[stage].reads
-        return self.graph.returned
-
-    def _candidates(self, stage: int) -> list[int]:
-        """C(t): the nodes that may run again in stage t, ascending."""
-        return [i for i in range(stage) if self.graph.nodes[i].repeatable]
-
-    def _touches(self) -> dict[int, list[int]]:
-        """Stages in which each value may be read or produced; -1 where an argument
-        starts.
-
-        Values that are always in RAM have none.
-        """
-        graph = self.graph
-        touches: dict[int, set[int]] = defaultdict(set)
-        for stage in range(self.count + 1):
-            for v in self.reads(stage):
-                touches[v].add(stage)
-            for i in self.candidates[stage]:
-                for v in (*graph.nodes[i].reads, *graph.nodes[i].writes):
-                    touches[v].add(stage)
-        for v in {*graph.initial, *graph.producer}:
-            touches[v].add(graph.producer.get(v, -1))
-        return {v: sorted(s) for v, s in touches.items() if v not in graph.pinned}
-
-    def _variables(self) -> None:
-        graph, model = self.graph, self.model
-        self.x = {
-            (v, k): model.add_var(binary=True)
-            for v, stages in self.touches.items()
-            for k in range(len(stages) - 1)
-        }
-        self.r = {
-            (i, t): model.add_var(binary=True)
-            for t in range(self.count + 1)
-            for i in self.candidates[t]
-        }
-        self.page_in, self.page_out = {}, {}
-        self.readers_in: dict[tuple[int, int], list[int]] = {}
-        for t in range(self.count + 1):
-            for i in self.candidates[t]:
-                for v in graph.nodes[i].reads:
-                    self.readers_in.setdefault((v, t), []).append(i)
-        for v, stages in self.touches.items():
-            worth = self.nbytes[v] or v in graph.stored
-            if not (graph.values[v].pageable and worth):
-                continue
-            for t in stages if v in graph.stored else stages[1:]:
-                if v in self.reads(t) or (v, t) in self.readers_in:
-                    self.page_in[v, t] = model.add_var(binary=True)
-            if v not in graph.stored and any((v, t) in self.page_in for t in stages):
-                self.page_out[v] = model.add_var(ub=1)
-        for v in graph.landing.keys() - self.page_out:
-            self.page_out[v] = model.add_var(ub=1)
-
-    def avail(self, v: int, k: int):
-        """avail(v, t) at touch k: kept since the last touch, paged in or run again."""
-        t = self.touches[v][k]
-        terms = [self.x[v, k - 1]] if k else []
-        if (v, t) in self.page_in:
-            terms.append(self.page_in[v, t])
-        if (self.graph.producer.get(v), t) in self.r:
-            terms.append(self.r[self.graph.producer[v], t])
-        return xsum(terms)
-
-    def _presence_rows(self) -> None:
-        for v, stages in self.touches.items():
-            for k, t in enumerate(stages):
-                if k == 0 and v not in self.graph.stored:
-                    continue  # produced here, or an argument at the start
-                avail = self.avail(v, k)
-                if v in self.reads(t):
-                    self.model += avail == 1  # (1), (4)
-                else:
-                    self.model += avail <= 1  # (4) one copy is enough
-                    for i in self.readers_in.get((v, t), ()):
-                        self.model += self.r[i, t] <= avail  # (2)
-                    if (v, k) in self.x:
-                        self.model += self.x[v, k] <= avail  # (3)
-                if (v, t) in self.page_in:
-                    if v in self.page_out:
-                        self.model += self.page_in[v, t] <= self.page_out[v]  # (5)
-                    if v not in self.reads(t):
-                        readers = [self.r[i, t] for i in self.readers_in[v, t]]
-                        self.model += self.page_in[v, t] <= xsum(readers)  # (6)
-        for i, t in self.r:
-            used = []  # (7) a rerun whose results nobody takes is idle
-            for v in self.graph.nodes[i].writes:
-                if v in self.reads(t):
-                    break
-                k = self.touches[v].index(t)
-                used += [self.x[v, k]] if (v, k) in self.x else []
-                used += [self.r[j, t] for j in self.readers_in.get((v, t), ())]
-            else:
-                self.model += self.r[i, t] <= xsum(used)
-
-    def _crossing(self, stage: int):
-        """Bytes kept over the whole of a stage in which they are not touched."""
-        return [(self.nbytes[v], self.x[v, k]) for v, k in self.crossing[stage]]
-
-    def _memory_rows(self) -> None:
-        self.covered: set[tuple[int, ...]] = set()
-        self.memory_rows: list[tuple[list[tuple[int, Any]], int]] = []
-        self.crossing: list[list[tuple[int, int]]] = [[] for _ in range(self.count + 1)]
-        for v, stages in self.touches.items():
-            for k, (start, stop) in enumerate(zip(stages, stages[1:], strict=False)):
-                for stage in range(start + 1, stop):
-                    self.crossing[stage].append((v, k))
-        # In units of the largest number, so that no coefficient is far from one.
-        self.unit = float(max([*self.nbytes, 1]))
-        if self.budget is None:
-            self.memory = self.model.add_var()
-        else:
-            self.memory: Any = self.budget.memory_bytes / self.unit
-        for t in range(self.count):
-            node = self.graph.nodes[t]
-            present = {*node.reads, *node.writes}
-            terms = self._crossing(t)
-            for v, stages in self.touches.items():
-                if v in present or t not in stages:
-                    continue
-                k = stages.index(t)
-                if (v, k) in self.x:
-                    terms.append((self.nbytes[v], self.x[v, k]))
-            present -= self.graph.pinned
-            fixed = sum(self.nbytes[v] for v in present)
-            fixed += int(self.costs.workspace_bytes[t])
-            self._add_memory_row(terms, fixed)  # (8)
-
-    def _add_memory_row(self, terms: list[tuple[int, Any]], fixed: int) -> None:
-        """Bytes of the variables in `terms` that are 1, and `fixed`, fit the budget."""
-        fixed += self.pinned_bytes
-        total = xsum(nbytes / self.unit * variable for nbytes, variable in terms)
-        self.model += total + fixed / self.unit <= self.memory
-        self.memory_rows.append((terms, fixed))
-
-    def _cover_rows(self) -> bool:
-        """(12) Forbid what broke a memory row by less than the solver's tolerance."""
-        assert self.budget is not None
-        before = len(self.covered)
-        for terms, fixed in self.memory_rows:
-            chosen = [(n, y) for n, y in terms if self.values[y.idx] > 0.5]
-            key = tuple(variable.idx for _, variable in chosen)
-            over = sum(n for n, _ in chosen) + fixed > self.budget.memory_bytes
-            if chosen and over and key not in self.covered:
-                self.covered.add(key)
-                self.model += xsum(y for _, y in chosen) <= len(chosen) - 1
-        return len(self.covered) > before
-
-    def tighten(self, judged: Judged) -> bool:
-        """Add the rows that `judged` breaks; False if it breaks none."""
-        if (
-            self.budget is not None
-            and judged.usage.peak_bytes <= self.budget.memory_bytes
-        ):
-            return self._tighten_deadline(judged)
-        limit = (
-            self.values[self.memory.idx] * self.unit
-            if self.budget is None
-            else self.budget.memory_bytes
-        )
-        moments = []
-        computed: set[int] = set()
-        for row, instruction in enumerate(judged.program.instructions):
-            if not isinstance(instruction, Compute):
-                continue
-            again = instruction.node in computed
-            computed.add(instruction.node)
-            if again and judged.usage.live_bytes[row] > limit:
-                moment = instruction.node, len(computed)
-                if moment not in self.tightened:
-                    self.tightened.add(moment)
-                    moments.append(moment)
-        if not moments and self.budget is not None:
-            return self._cover_rows()
-        for moment in moments:
-            self._in_stage_rows(*moment)
-        return bool(moments)
-
-    def _in_stage_rows(self, j: int, t: int) -> None:
-        """(9) RAM while node j runs again in stage t."""
-        graph, model = self.graph, self.model
-        node = graph.nodes[j]
-        runs = self.r[j, t]
-        own = {*node.reads, *node.writes} - graph.pinned
-        need = sum(self.nbytes[v] for v in own) + int(self.costs.workspace_bytes[j])
-        terms = [*self._crossing(t), (need, runs)]
-        for v, stages in self.touches.items():
-            if v in own or t not in stages or stages[0] >= t:
-                continue
-            k = stages.index(t)
-            sources = [self.x[v, k - 1]]
-            producer = graph.producer.get(v, -1)
-            if producer < j and (producer, t) in self.r:
-                sources.append(self.r[producer, t])
-            readers = self.readers_in.get((v, t), ())
-            loads = [
-                self.page_in[v, t] + self.r[i, t] - 1
-                for i in readers
-                if i < j and (v, t) in self.page_in
-            ]
-            if v in self.reads(t):
-                uses = [1]
-            else:
-                uses = [self.r[i, t] for i in readers if i > j]
-                uses += [self.x[v, k]] if (v, k) in self.x else []
-            if not uses:
-                continue
-            alive = model.add_var(ub=1)
-            terms.append((self.nbytes[v], alive))
-            for source in sources + loads:
-                for use in uses:
-                    model += alive >= source + use + runs - 2
-        self._add_memory_row(terms, 0)
-
-    def _tighten_deadline(self, judged: Judged) -> bool:
-        """A plan that stalls beyond the deadline: ask for one that is faster by
-        that."""
-        if self.budget is None or self.budget.seconds is None or not self.deadline:
-            return False
-        late = judged.usage.seconds - self.budget.seconds
-        if late <= 0 or self.deadline <= 0:
-            return False
-        self.is_relaxation = False
-        self.deadline -= late
-        self.model += self.seconds <= self.deadline
-        return True
-
-    def _store_rows(self) -> None:
-        """(10) Room on storage: what is still to be paged in at or after a stage."""
-        if self.budget is None or self.budget.store_bytes is None:
-            return
-        stored = defaultdict(list)
-        home_bytes = self.graph.stored_bytes
-        for v in self.page_out.keys() - self.graph.landing:
-            later = [t for t in self.touches[v] if (v, t) in self.page_in]
-            for stage in range(max(self.touches[v][0], 0), later[-1]):
-                held = self.model.add_var(ub=1)
-                for t in later:
-                    if t > stage:
-                        self.model += held >= self.page_in[v, t]
-                stored[stage].append(self.nbytes[v] / self.unit * held)
-        for terms in stored.values():
-            room_bytes = self.budget.store_bytes - home_bytes
-            self.model += xsum(terms) <= room_bytes / self.unit
-
-    def _objective(self) -> None:
-        """Joules or seconds of the whole step; (11) seconds are at least each
-        lane's."""
-        if self.budget is None:
-            self.objective_unit = self.unit
-            self.model.objective = self.memory * 1.0
-            return
-        self.deadline = self.budget.seconds
-        self.objective_unit, self.seconds = minimise(
-            self.model,
-            self.graph,
-            self.costs,
-            self.budget,
-            self.planner.objective,
-            self.r,
-            self.page_in,
-            self.page_out,
-        )
-
-    def solve(self, seconds: float, start: Judged | None):
-        """(stages or None, a lower bound in the objective's unit)."""
-        self.statistics["rounds"] += 1
-        known = [] if start is None else self._start(start)
-        solution = self.model.optimize(seconds, known)
-        bound = solution.bound * self.objective_unit
-        if solution.values is None:
-            return None, bound
-        self.values = solution.values
-        stages = Stages.empty(self.graph)
-        for (i, t), variable in self.r.items():
-            if self.values[variable.idx] > 0.5:
-                stages.reruns[t].add(i)
-        for (v, t), variable in self.page_in.items():
-            if self.values[variable.idx] > 0.5:
-                stages.page_ins[t].add(v)
-                stages.page_outs.add(v)
-        return stages, bound
-
-    def _start(self, judged: Judged):
-        """The plan `judged` as values of the binaries, as far as it has such values."""
-        computed: set[int] = set()
-        reruns: set[tuple[int, int]] = set()
-        page_ins: list[tuple[int, int]] = []
-        reads: set[tuple[int, int]] = set()
-        for action in judged.actions:
-            stage = len(computed)
-            match action:
-                case Compute(number):
-                    if number in computed:
-                        reruns.add((number, stage))
-                    computed.add(number)
-                    reads.update((v, stage) for v in self.graph.nodes[number].reads)
-                case PageIn(value):
-                    page_ins.append((value, stage))
-        reads.update((v, self.count) for v in self.graph.returned)
-        arrived = set()
-        for v, stage in page_ins:  # prefetched: it counts where it is first read
-            later = [t for u, t in reads if u == v and t >= stage]
-            if later:
-                arrived.add((v, min(later)))
-        start = [(y, float(key in reruns)) for key, y in self.r.items()]
-        start += [(y, float(key in arrived)) for key, y in self.page_in.items()]
-        for v, stages in self.touches.items():
-            new = {
-                t
-                for t in stages
-                if (v, t) in arrived or (self.graph.producer.get(v), t) in reruns
-            }
-            used = {t for t in stages if (v, t) in reads}
-            kept = False
-            for k in range(len(stages) - 2, -1, -1):
-                after = stages[k + 1]
-                kept = after not in new and (kept or after in used)
-                start.append((self.x[v, k], float(kept)))
-        return start
