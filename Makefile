@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test lint figures clean
 
 setup: .venv/.installed
 
@@ -17,6 +17,12 @@ demo: setup
 
 test: setup lint
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+
+figures: setup
+	$(BIN)/python -m experiments.devices
+	$(BIN)/python -m experiments.paper --plot
+	$(BIN)/python -m experiments.plan_benchmark --plot
+	$(BIN)/python -m experiments.step_benchmark --plot
 
 lint: setup
 	$(BIN)/ruff check .

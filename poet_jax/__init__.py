@@ -8,6 +8,7 @@ from poet_jax.errors import BudgetTooSmall, CannotTrace, PageStoreError, PlanInv
 from poet_jax.executors.host import HostExecutor, Run
 from poet_jax.fuse import fuse
 from poet_jax.graph import Graph, Node, Value
+from poet_jax.lowerings import fastest
 from poet_jax.machine import host, host_path
 from poet_jax.node_costs import write_node_costs
 from poet_jax.order import order
@@ -63,6 +64,7 @@ __all__ = [
     "Value",
     "coarsen",
     "devices",
+    "fastest",
     "filter_gradients",
     "fuse",
     "greedy",

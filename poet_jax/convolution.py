@@ -32,7 +32,7 @@ def filter_gradients(graph: Graph) -> Graph:
         return graph
 
     def lowered(equation: Equation) -> Equation:
-        if not _is_slow(equation):
+        if not is_filter_gradient(equation):
             return equation
         return dataclasses.replace(equation, lowering=as_matrix_product)
 
@@ -43,7 +43,7 @@ def filter_gradients(graph: Graph) -> Graph:
     return dataclasses.replace(graph, nodes=nodes)
 
 
-def _is_slow(equation: Equation) -> bool:
+def is_filter_gradient(equation: Equation) -> bool:
     """Whether it slides a filter to fewer places than the filter has elements."""
     if equation.primitive.name != "conv_general_dilated":
         return False

@@ -8,7 +8,8 @@ import poet_jax
 PACKAGE = pathlib.Path(poet_jax.__file__).parent
 LAYERS = """
     units progress errors graph trace coarsen order convolution heap store paged compile
-    device devices.paper devices machine node_costs price plan program simulate fuse
+    device devices.paper devices machine lowerings node_costs price plan program
+    simulate fuse
     planners planners.judge planners.keep_all planners.sqrt planners.greedy
     planners.repair planners.worker planners.solver planners.objective planners.cuts
     planners.formulation planners.milp planners.paper executors executors.buffers

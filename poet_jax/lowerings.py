@@ -1,0 +1,313 @@
+"""Several ways to compute the same convolution or product: the fastest here is taken.
+
+After PockEngine (Zhu et al., MICRO 2023, section 3.3), which switches the backend of
+each operator. Here the backend is XLA's, and what is switched is the mathematics that
+it is given.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from poet_jax.convolution import PATCHES_BYTES, as_matrix_product, is_filter_gradient
+from poet_jax.graph import Equation, Graph, equation_signature
+from poet_jax.machine import best_seconds, host_path
+from poet_jax.progress import counted
+
+Lowering = Callable[..., Any]
+
+# Faster by less than this is not worth another program, and may be noise.
+GAIN = 0.95
+# What takes less is not worth its measurement, at 50 GFLOP/s a tenth of a millisecond.
+LEAST_FLOPS = 5e6
+
+
+def fastest(graph: Graph, approximate: bool = False) -> Graph:
+    """`graph` with convolutions and products as they are fastest on this machine.
+
+    Each distinct one is compiled and timed in every way that fits it, once: the choice
+    is kept in a file beside `host_path()`, by signature. What would allocate more than
+    XLA's own way and 8 MiB is left out. Sums are taken in another order, so results
+    differ by rounding; `approximate` allows what differs by more: Winograd's
+    convolution, whose error is some ten times rounding's, and products of operands
+    rounded to bfloat16, summed in float32.
+    """
+    found = {
+        _key(e, approximate): e
+        for node in graph.nodes
+        for e in node.equations
+        if any(others(e, approximate))
+    }
+    path = host_path().with_suffix(".lowerings.json")
+    chosen = _read(path)
+    missing = [key for key in found if key not in chosen]
+    for key in counted(missing, len(missing), "timing lowerings"):
+        chosen[key] = choice(times(found[key], approximate))
+    if missing:
+        _write(path, chosen)
+
+    def lowered(equation: Equation) -> Equation:
+        name = chosen.get(_key(equation, approximate), "")
+        choices = {x.__name__: x for x in others(equation, approximate)}
+        if name in choices:
+            return dataclasses.replace(equation, lowering=choices[name])
+        return dataclasses.replace(equation, lowering=None)
+
+    nodes = tuple(
+        dataclasses.replace(
+            node,
+            equations=tuple(
+                lowered(e) if _key(e, approximate) in found else e
+                for e in node.equations
+            ),
+        )
+        for node in graph.nodes
+    )
+    return dataclasses.replace(graph, nodes=nodes)
+
+
+def times(equation: Equation, approximate: bool = False) -> dict[str, float]:
+    """{name of a lowering: seconds}, XLA's own as "xla"; infinite for what takes too
+    much memory."""
+    operands = [jnp.ones(x.shape, x.dtype) for x in equation.operand_shapes]
+    seconds: dict[str, float] = {}
+    temp_bytes: dict[str, int] = {}
+    for lowering in (None, *others(equation, approximate)):
+        name = "xla" if lowering is None else lowering.__name__
+        changed = dataclasses.replace(equation, lowering=lowering)
+        compiled = jax.jit(lambda *x, e=changed: e.bind(x)).lower(*operands).compile()
+        analysis = compiled.memory_analysis()
+        temp_bytes[name] = analysis.temp_size_in_bytes if analysis else 0
+        seconds[name] = math.inf
+        if temp_bytes[name] <= temp_bytes["xla"] + PATCHES_BYTES:
+            seconds[name] = best_seconds(lambda c=compiled: c(*operands), 5)
+    return seconds
+
+
+def choice(seconds: dict[str, float]) -> str:
+    """The fastest by `times`, or "xla" if that is nearly as fast."""
+    best = min(seconds, key=lambda name: seconds[name])
+    return best if seconds[best] < GAIN * seconds["xla"] else "xla"
+
+
+def _key(equation: Equation, approximate: bool) -> str:
+    data = equation_signature(equation), approximate
+    return hashlib.sha256(repr(data).encode()).hexdigest()[:16]
+
+
+def _read(path) -> dict[str, str]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return {}
+
+
+def _write(path, chosen: dict[str, str]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(".part")
+        part.write_text(json.dumps(chosen, indent=1))
+        part.replace(path)
+    except OSError:  # measured again at the next start
+        pass
+
+
+def others(equation: Equation, approximate: bool) -> Iterator[Lowering]:
+    """Ways to compute an equation other than XLA's own."""
+    name, params = equation.primitive.name, equation.params
+    floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in equation.operand_shapes]
+    if not floating or not all(floating):
+        return
+    dtypes = {x.dtype for x in (*equation.operand_shapes, *equation.result_shapes)}
+    written = math.prod(equation.result_shapes[0].shape)
+    if name == "dot_general":
+        ((left, _), _), shape = params["dimension_numbers"], equation.operand_shapes[0]
+        work = 2 * written * math.prod(shape.shape[d] for d in left)
+        if approximate and dtypes == {jnp.dtype("float32")} and work > LEAST_FLOPS:
+            yield bfloat16_product
+    if name != "conv_general_dilated" or len(dtypes) != 1:
+        return
+    kernel = equation.operand_shapes[1].shape
+    outputs = kernel[params["dimension_numbers"].rhs_spec[0]]
+    if 2 * written * math.prod(kernel) / outputs < LEAST_FLOPS:
+        return
+    if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
+        return
+    if is_filter_gradient(equation):
+        yield as_matrix_product
+        return
+    yield im2col
+    yield by_taps
+    yield channels_first
+    ones = all(
+        n == 1
+        for name in ("window_strides", "lhs_dilation", "rhs_dilation")
+        for n in params[name]
+    )
+    taps = [kernel[d] for d in params["dimension_numbers"].rhs_spec[2:]]
+    if approximate and ones and taps == [3, 3]:
+        yield winograd
+
+
+@dataclasses.dataclass(frozen=True)
+class _Canonical:
+    """A convolution's operands as [batch, ..., inputs] and [..., inputs, outputs].
+
+    Attributes:
+      image: padded, and dilated as lhs_dilation says.
+      sizes: of the result in space.
+    """
+
+    image: jax.Array
+    kernel: jax.Array
+    sizes: tuple[int, ...]
+    params: dict[str, Any]
+
+    @classmethod
+    def of(cls, params: dict[str, Any], image, kernel) -> "_Canonical":
+        numbers = params["dimension_numbers"]
+        batch, features, *space = numbers.lhs_spec
+        image = jnp.transpose(image, (batch, *space, features))
+        outputs, inputs, *taps = numbers.rhs_spec
+        kernel = jnp.transpose(kernel, (*taps, inputs, outputs))
+        padding = [
+            (low, high, dilation - 1)
+            for (low, high), dilation in zip(
+                params["padding"], params["lhs_dilation"], strict=True
+            )
+        ]
+        nothing = (0, 0, 0)
+        zero = jnp.zeros((), image.dtype)
+        image = lax.pad(image, zero, [nothing, *padding, nothing])
+        sizes = tuple(
+            (size - (length - 1) * spread - 1) // step + 1
+            for size, length, spread, step in zip(
+                image.shape[1:-1],
+                kernel.shape[:-2],
+                params["rhs_dilation"],
+                params["window_strides"],
+                strict=True,
+            )
+        )
+        return cls(image, kernel, sizes, params)
+
+    def shifted(self) -> Iterator[tuple[tuple[int, ...], jax.Array]]:
+        """(tap, [batch, ..., inputs] that this tap of the kernel meets)."""
+        steps, spreads = self.params["window_strides"], self.params["rhs_dilation"]
+        for tap in itertools.product(*map(range, self.kernel.shape[:-2])):
+            window = tuple(
+                slice(t * spread, t * spread + (size - 1) * step + 1, step)
+                for t, spread, size, step in zip(
+                    tap, spreads, self.sizes, steps, strict=True
+                )
+            )
+            yield tap, self.image[(slice(None), *window)]
+
+    def product(self, image: jax.Array, kernel: jax.Array) -> jax.Array:
+        """[..., outputs] of [..., n] and [n, outputs]."""
+        return lax.dot_general(
+            image,
+            kernel,
+            (((image.ndim - 1,), (0,)), ((), ())),
+            precision=self.params["precision"],
+            preferred_element_type=self.params["preferred_element_type"],
+        )
+
+    def result(self, array: jax.Array) -> jax.Array:
+        """[batch, ..., outputs] in the layout that was asked for."""
+        spec = self.params["dimension_numbers"].out_spec
+        order = [0, array.ndim - 1, *range(1, array.ndim - 1)]
+        return jnp.transpose(array, [order[spec.index(d)] for d in range(array.ndim)])
+
+
+def im2col(params: dict[str, Any], image: jax.Array, kernel: jax.Array) -> jax.Array:
+    """One matrix product with all that the kernel meets side by side."""
+    conv = _Canonical.of(params, image, kernel)
+    patches = jnp.concatenate([x for _, x in conv.shifted()], axis=-1)
+    flat = conv.kernel.reshape(-1, conv.kernel.shape[-1])
+    return conv.result(conv.product(patches, flat))
+
+
+def by_taps(params: dict[str, Any], image: jax.Array, kernel: jax.Array) -> jax.Array:
+    """A sum of matrix products, one for each element of the kernel."""
+    conv = _Canonical.of(params, image, kernel)
+    products = [conv.product(x, conv.kernel[tap]) for tap, x in conv.shifted()]
+    return conv.result(sum(products[1:], products[0]))
+
+
+def channels_first(
+    params: dict[str, Any], image: jax.Array, kernel: jax.Array
+) -> jax.Array:
+    """XLA's convolution on transposed operands, with channels before space."""
+    numbers = params["dimension_numbers"]
+    image = jnp.transpose(image, numbers.lhs_spec)
+    kernel = jnp.transpose(kernel, numbers.rhs_spec)
+    plain = tuple(range(image.ndim))
+    result = lax.conv_general_dilated(
+        image,
+        kernel,
+        params["window_strides"],
+        params["padding"],
+        params["lhs_dilation"],
+        params["rhs_dilation"],
+        lax.ConvDimensionNumbers(plain, plain, plain),
+        precision=params["precision"],
+        preferred_element_type=params["preferred_element_type"],
+    )
+    return jnp.transpose(result, [numbers.out_spec.index(d) for d in plain])
+
+
+def winograd(params: dict[str, Any], image: jax.Array, kernel: jax.Array) -> jax.Array:
+    """F(2x2, 3x3) of Lavin and Gray (CVPR 2016, arXiv 1509.09308): 16 products for four
+    results where the plain way takes 36."""
+    conv = _Canonical.of(params, image, kernel)
+    height, width = conv.sizes
+    rows, columns = -(-height // 2), -(-width // 2)
+    padding = [(0, 0, 0), (0, 2 * rows - height, 0), (0, 2 * columns - width, 0)]
+    image = lax.pad(conv.image, jnp.zeros((), conv.image.dtype), [*padding, (0, 0, 0)])
+
+    def every_second(array: jax.Array, start: int, count: int, axis: int) -> jax.Array:
+        return lax.slice_in_dim(array, start, start + 2 * count - 1, 2, axis)
+
+    def spread(d: Sequence[jax.Array]) -> list[jax.Array]:  # B^T d
+        return [d[0] - d[2], d[1] + d[2], d[2] - d[1], d[1] - d[3]]
+
+    def gather(m: Sequence[jax.Array]) -> list[jax.Array]:  # A^T m
+        return [m[0] + m[1] + m[2], m[1] - m[2] - m[3]]
+
+    def filters(g: Sequence[jax.Array]) -> list[jax.Array]:  # G g
+        return [g[0], (g[0] + g[1] + g[2]) / 2, (g[0] - g[1] + g[2]) / 2, g[2]]
+
+    lines = spread([every_second(image, i, rows, 1) for i in range(4)])
+    tiles = [spread([every_second(x, j, columns, 2) for j in range(4)]) for x in lines]
+    kernels = [filters([g[j] for j in range(3)]) for g in filters(list(conv.kernel))]
+    products = [
+        [conv.product(tiles[i][j], kernels[i][j]) for j in range(4)] for i in range(4)
+    ]
+    across = [gather(row) for row in products]  # [4][2], over columns
+    corners = [gather([across[i][j] for i in range(4)]) for j in range(2)]
+    # [batch, rows, 2, columns, 2, outputs]
+    result = jnp.stack([jnp.stack(column, axis=2) for column in corners], axis=4)
+    batch, outputs = result.shape[0], result.shape[-1]
+    result = result.reshape(batch, 2 * rows, 2 * columns, outputs)
+    return conv.result(result[:, :height, :width])
+
+
+def bfloat16_product(
+    params: dict[str, Any], left: jax.Array, right: jax.Array
+) -> jax.Array:
+    """Operands rounded to bfloat16, products summed in float32."""
+    return lax.dot_general(
+        left.astype(jnp.bfloat16),
+        right.astype(jnp.bfloat16),
+        params["dimension_numbers"],
+        preferred_element_type=jnp.float32,
+    )

@@ -1,0 +1,139 @@
+"""Other ways to compute a convolution or a product: the same numbers, and the choice is
+made once."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from strategies import DEVICE
+from test_convolution import convolutions, convolve
+
+import poet_jax
+from poet_jax import lowerings
+
+
+@pytest.fixture(autouse=True)
+def everything_is_worth_it(monkeypatch):
+    """Lowerings are tried on small arrays, too."""
+    monkeypatch.setattr(lowerings, "LEAST_FLOPS", 0)
+
+
+def equations(fun, *args):
+    graph = poet_jax.trace(fun, *args)
+    return [e for node in graph.nodes for e in node.equations]
+
+
+def check_all(fun, *args):
+    """Every lowering of what `fun` does gives the same; their names."""
+    names = set()
+    (equation,) = [
+        e for e in equations(fun, *args) if e.primitive.name == "conv_general_dilated"
+    ]
+    # Layouts and strides are the equation's own, so its operands are random anew.
+    rng = np.random.default_rng(0)
+    operands = [
+        jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in equation.operand_shapes
+    ]
+    (expected,) = jax.jit(lambda *x: equation.bind(x))(*operands)
+    for lowering in lowerings.others(equation, True):
+        names.add(lowering.__name__)
+        result = jax.jit(functools.partial(lowering, equation.params))(*operands)
+        assert result.shape == expected.shape and result.dtype == expected.dtype
+        scale = float(jnp.abs(expected).max()) + 1e-6
+        difference = float(jnp.abs(result - expected).max()) if result.size else 0.0
+        assert difference <= 2e-5 * scale, lowering.__name__
+    return names
+
+
+@settings(max_examples=4)
+@given(case=convolutions())
+def test_convolutions_and_their_gradients_are_the_same_in_every_way(case):
+    convolution, image, kernel = case
+    tried = check_all(convolution, image, kernel)
+    assert {"im2col", "by_taps", "channels_first"} <= tried
+    result = jax.eval_shape(convolution, image, kernel)
+
+    def input_gradient(slope, kernel):
+        _, back = jax.vjp(lambda image: convolution(image, kernel), image)
+        return back(slope)
+
+    def filter_gradient(slope, image):
+        _, back = jax.vjp(lambda kernel: convolution(image, kernel), kernel)
+        return back(slope)
+
+    check_all(input_gradient, jnp.ones(result.shape), kernel)
+    check_all(filter_gradient, jnp.ones(result.shape), image)
+
+
+@pytest.mark.parametrize(
+    ("size", "padding", "layout"),
+    [((6, 7), "SAME", "NHWC"), ((3, 8), "VALID", "NCHW")],
+)
+def test_winograd_is_tried_and_right(size, padding, layout):
+    shape = (2, *size, 3) if layout == "NHWC" else (2, 3, *size)
+
+    def fun(image, kernel):
+        return convolve(image, kernel, (layout, "HWIO", layout), padding=padding)
+
+    assert "winograd" in check_all(fun, jnp.ones(shape), jnp.ones((3, 3, 3, 5)))
+
+
+def net(params, images):
+    for kernel in params[:-1]:
+        images = jax.nn.relu(convolve(images, kernel))
+    return jnp.mean((images.mean((1, 2)) @ params[-1]) ** 2)
+
+
+PARAMS = [jnp.ones((3, 3, 2, 4)) / 9, jnp.ones((4, 3))]
+IMAGES = jnp.linspace(-1, 1, 2 * 8 * 8 * 2).reshape(2, 8, 8, 2)
+
+
+@pytest.mark.parametrize("approximate", [False, True])
+def test_the_choice_is_made_once_and_changes_no_result(
+    approximate, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    ways = ["im2col", "by_taps", "channels_first", "winograd", "bfloat16_product"]
+    asked = []
+
+    def times(equation, approximate):
+        """Each in another way: what a machine would say differs."""
+        names = ["xla", *(x.__name__ for x in lowerings.others(equation, approximate))]
+        chosen = next((x for x in ways if x in names), "xla")
+        ways.append(ways.pop(0))
+        asked.append(chosen)
+        return {name: 1.0 if name == chosen else 2.0 for name in names}
+
+    monkeypatch.setattr(lowerings, "times", times)
+
+    def fastest(graph):
+        return lowerings.fastest(graph, approximate)
+
+    expected = jax.jit(jax.grad(net))(PARAMS, IMAGES)
+    for _ in range(2):
+        scheduled = poet_jax.schedule(
+            jax.grad(net), "100%", device=DEVICE, passes=(poet_jax.order, fastest)
+        )
+        result = scheduled(PARAMS, IMAGES)
+        tolerance = 2e-2 if approximate else 1e-5
+        for got, wanted in zip(result, expected, strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=tolerance, atol=tolerance)
+        used = {
+            e.lowering.__name__
+            for node in scheduled.plan(PARAMS, IMAGES).graph.nodes
+            for e in node.equations
+            if e.lowering is not None
+        }
+        assert used == set(asked) - {"xla"} and used
+        assert "bfloat16_product" not in used or approximate
+        monkeypatch.setattr(lowerings, "times", None)  # the file knows by now
+
+
+def test_times_are_of_every_way():
+    (equation,) = equations(convolve, IMAGES, PARAMS[0])
+    seconds = lowerings.times(equation)
+    assert set(seconds) == {"xla", "im2col", "by_taps", "channels_first"}
+    assert all(0 < x for x in seconds.values())
