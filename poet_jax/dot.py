@@ -16,6 +16,7 @@ from poet_jax.units import format_bytes, format_joules, format_seconds
 DRAWN = (".svg", ".png", ".pdf")
 # Not by colour alone.
 NAMED = 40  # more arguments than these are points without their names
+CURVED = 300  # in graphs of more nodes, arrows that bend take minutes to lay out
 STYLES = {"argument": "solid", "keep": "solid", "remat": "dotted", "page": "dashed"}
 
 
@@ -31,10 +32,11 @@ def to_dot(program: Program, costs: Costs) -> str:
     runs = Counter(node for x in program.instructions for node in computed(x))
     styles = ", ".join(f"{LABELS[k]} {STYLES[k]}" for k in ("keep", "remat", "page"))
     legend = f"Values: {styles}, the thicker the larger. Energies are modelled."
+    curved = "true" if len(graph.nodes) <= CURVED else "line"
     lines = [
         "digraph schedule {",
         '  graph [fontname="sans-serif", fontsize=12, labelloc=t, ranksep=0.3, '
-        "nodesep=0.1, nslimit=1, nslimit1=1, "
+        f"nodesep=0.1, nslimit=1, nslimit1=1, splines={curved}, "
         f"label={_quoted(legend)}];",
         '  node [fontname="sans-serif", fontsize=10, shape=box, style="filled,rounded",'
         ' color="#666666", fillcolor="#FFFFFF"];',

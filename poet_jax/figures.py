@@ -31,7 +31,7 @@ LABELS = {
 }
 
 
-def new_figure(**options: Any) -> Any:
+def new_figure(layout: Any = "constrained", **options: Any) -> Any:
     """An empty matplotlib figure; ImportError with what to type without matplotlib."""
     try:
         from matplotlib.figure import Figure
@@ -40,7 +40,7 @@ def new_figure(**options: Any) -> Any:
             "A figure was asked for, and matplotlib is not installed. It is an "
             'optional part of poet_jax. Type pip install "poet_jax[plot]".'
         ) from error
-    return Figure(layout="constrained", **options)
+    return Figure(layout=layout, **options)
 
 
 def _unit(most: float, units: dict[str, float]) -> tuple[float, str]:
@@ -139,9 +139,10 @@ def matrices_figure(graph: Graph, plan: Plan) -> Any:
     paged = [v for v in graph.arguments if v in made]
     columns |= {v: number - len(paged) for number, v in enumerate(paged)}
     count, first = len(graph.nodes), -len(paged)
-    inches = min(max(0.015 * (count - first), 3.6), 8.0)
+    inches = min(max(0.015 * (count - first), 3.6), 5.5)
     points = max(72 * inches / (count - first + 1), 1.0)  # the side of a cell
-    figure = new_figure(figsize=(3 * inches + 1.2, inches + 1.0))
+    size = 3 * inches + 1.2, inches + 1.2
+    figure = new_figure(figsize=size, layout="compressed")
     panels = figure.subplots(1, 3, sharex=True, sharey=True)
     for axes, words in zip(
         panels,
@@ -164,7 +165,7 @@ def matrices_figure(graph: Graph, plan: Plan) -> Any:
         axis.get_major_locator().set_params(integer=True)
     base = np.eye(*found.R.shape, dtype=bool)
     for kind, runs, side in (
-        ("keep", base, points),
+        ("keep", base, max(points, 2.0)),
         ("remat", found.R > base, max(points, 3.0)),
     ):
         stage, node = np.nonzero(runs)

@@ -5,12 +5,13 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from poet_jax.explain import ESTIMATE, Reason, comparison, reasons, remarks, title
+from poet_jax.explain import comparison, remarks, title
 from poet_jax.figures import LABELS, inline_svg, step_figure
 from poet_jax.graph import Value
 from poet_jax.plan import Budget, Plan
 from poet_jax.price import Costs
 from poet_jax.program import Program
+from poet_jax.reasons import ESTIMATE, Reason, reasons
 from poet_jax.simulate import Usage
 from poet_jax.units import format_bytes, format_joules, format_seconds
 
@@ -20,7 +21,7 @@ STYLE = """
 :root { color-scheme: light dark; --line: #8884; --soft: #8881; }
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 75rem; margin: 2rem auto;
   padding: 0 1rem; }
-h1 { font-size: 1.4rem; margin: 0; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+h1 { font-size: 1.4rem; margin: 0 0 .8rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
 table { border-collapse: collapse; }
 th, td { padding: .3rem .6rem; text-align: left; vertical-align: top;
   border-bottom: 1px solid var(--line); }

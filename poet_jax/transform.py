@@ -48,6 +48,7 @@ from poet_jax.planners.judge import Judged, fits, keep_everything, objective_of
 from poet_jax.planners.milp import MilpPlanner
 from poet_jax.price import Costs, costs_from_dict, costs_to_dict, price
 from poet_jax.program import Program, lower, program_from_list, program_to_list
+from poet_jax.reasons import Reason, reasons
 from poet_jax.report import write_report
 from poet_jax.simulate import Usage, simulate
 from poet_jax.stream import stream
@@ -109,15 +110,15 @@ class Schedule:
 
     def plot_matrices(self, path: str | os.PathLike) -> None:
         """Write a figure of the plan's matrices R, S_RAM and S_storage, as `plot`."""
-        figures.matrices_figure(self.graph, self.plan).savefig(path, dpi=150)
+        figures.matrices_figure(self.graph, self.plan).savefig(path, dpi=200)
 
     def matrices(self) -> Matrices:
         """The plan's matrices R, S_RAM and S_storage, as in the paper."""
         return matrices(self.graph, self.plan)
 
-    def reasons(self) -> tuple[explain.Reason, ...]:
+    def reasons(self) -> tuple[Reason, ...]:
         """[V] what was decided for each value, and what else it would have cost."""
-        return explain.reasons(self.graph, self.costs, self.plan)
+        return reasons(self.graph, self.costs, self.plan)
 
     def to_dot(self, path: str | os.PathLike) -> None:
         """Write the dependency graph to `path`: DOT, or drawn for .svg, .png and .pdf.
