@@ -262,10 +262,10 @@ class _Words:
         seconds, joules = self.transfers()
         also = f" Its node runs {self.again + 1} times, too." if self.again else ""
         hidden = max(0.0, seconds - life.waiting_seconds)
-        out = "On storage from the start, " if not life.page_outs else "Paged out, "
+        out = "On storage from the start" if not life.page_outs else "Paged out"
         often = "once" if life.page_ins == 1 else f"{life.page_ins} times"
         return (
-            f"{out}in {often}: {format_seconds(seconds)}, of which "
+            f"{out}, and in {often}: {format_seconds(seconds)}, of which "
             f"{format_seconds(hidden)} hidden under computing, and "
             f"{format_joules(joules)}. {self.absent()} {self.node_again(life.page_ins)}"
             f"{also}"

@@ -110,7 +110,8 @@ class Schedule:
 
     def plot_matrices(self, path: str | os.PathLike) -> None:
         """Write a figure of the plan's matrices R, S_RAM and S_storage, as `plot`."""
-        figures.matrices_figure(self.graph, self.plan).savefig(path, dpi=200)
+        figure = figures.matrices_figure(self.graph, self.plan)
+        figure.savefig(path, dpi=200, bbox_inches="tight")
 
     def matrices(self) -> Matrices:
         """The plan's matrices R, S_RAM and S_storage, as in the paper."""
