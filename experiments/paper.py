@@ -29,7 +29,7 @@ from absl import app, flags
 import poet_jax
 from experiments import points
 from experiments.steps import read_rows
-from poet_jax.explain import new_figure
+from poet_jax.figures import new_figure
 from poet_jax.paged import at_home
 from poet_jax.planners.judge import floor_bytes, judge, keep_everything
 

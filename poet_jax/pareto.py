@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable
 
 from poet_jax.errors import BudgetTooSmall
-from poet_jax.explain import new_figure
+from poet_jax.figures import new_figure
 from poet_jax.graph import Graph
 from poet_jax.plan import Budget, BudgetLike, Plan, Planner, parse_budget
 from poet_jax.planners.judge import judge, keep_everything

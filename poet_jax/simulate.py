@@ -22,6 +22,8 @@ class Usage:
       joules: compute + paging + static_watts * seconds.
       live_bytes: [I] RAM while each instruction runs.
       start_seconds, stop_seconds: [I] on the lane of the instruction.
+      instruction_joules: [I] of its compute or its transfer, over idle; all of them and
+        static_watts * seconds are `joules`.
       bytes_paged_in, bytes_paged_out: in all.
       compute_seconds: of the computes alone.
     """
@@ -33,6 +35,7 @@ class Usage:
     live_bytes: np.ndarray
     start_seconds: np.ndarray
     stop_seconds: np.ndarray
+    instruction_joules: np.ndarray
     bytes_paged_in: int
     bytes_paged_out: int
     compute_seconds: float
@@ -67,12 +70,12 @@ def simulate(program: Program, costs: Costs) -> Usage:
     at_home = {*graph.stored, *graph.landing}
     store = store_peak = graph.stored_bytes
     paged_in = paged_out = 0
-    compute_lane = storage_lane = compute_seconds = joules = 0.0
+    compute_lane = storage_lane = compute_seconds = 0.0
     in_done: dict[int, float] = {}
     out_done: dict[int, float] = {}
     rows = len(program.instructions)
     live_bytes = np.zeros(rows, np.int64)
-    starts, stops = np.zeros(rows), np.zeros(rows)
+    starts, stops, joules = np.zeros((3, rows))
 
     def require(value: int) -> None:
         if value not in resident:
@@ -101,7 +104,7 @@ def simulate(program: Program, costs: Costs) -> Usage:
                 for number in computed(instruction):
                     stop += float(costs.seconds[number])
                     compute_seconds += float(costs.seconds[number])
-                    joules += float(costs.joules[number])
+                    joules[row] += float(costs.joules[number])
                 compute_lane = stop
             case PageOut(value):
                 require(value)
@@ -112,7 +115,7 @@ def simulate(program: Program, costs: Costs) -> Usage:
                 start = max(storage_lane, compute_lane, in_done.get(value, 0.0))
                 stop = storage_lane = start + float(costs.page_out_seconds[value])
                 out_done[value] = stop
-                joules += float(costs.page_out_joules[value])
+                joules[row] = float(costs.page_out_joules[value])
             case PageIn(value):
                 if value not in stored:
                     raise PlanInvalid(
@@ -127,7 +130,7 @@ def simulate(program: Program, costs: Costs) -> Usage:
                 start = max(storage_lane, compute_lane)
                 stop = storage_lane = start + float(costs.page_in_seconds[value])
                 in_done[value] = stop
-                joules += float(costs.page_in_joules[value])
+                joules[row] = float(costs.page_in_joules[value])
             case Free(value):
                 require(value)
                 live_bytes[row] = live
@@ -149,10 +152,11 @@ def simulate(program: Program, costs: Costs) -> Usage:
         peak_bytes=peak,
         store_bytes=store_peak,
         seconds=seconds,
-        joules=joules + costs.static_watts * seconds,
+        joules=float(joules.sum()) + costs.static_watts * seconds,
         live_bytes=live_bytes,
         start_seconds=starts,
         stop_seconds=stops,
+        instruction_joules=joules,
         bytes_paged_in=paged_in,
         bytes_paged_out=paged_out,
         compute_seconds=compute_seconds,

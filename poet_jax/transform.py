@@ -19,11 +19,12 @@ import jax
 from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
-from poet_jax import explain
+from poet_jax import explain, figures
 from poet_jax.cache import PlanCache
 from poet_jax.coarsen import coarsen
 from poet_jax.convolution import filter_gradients
 from poet_jax.device import DeviceProfile
+from poet_jax.dot import write_dot
 from poet_jax.errors import (
     BudgetTooSmall,
     CannotTrace,
@@ -34,9 +35,11 @@ from poet_jax.executors.host import HostExecutor, Run
 from poet_jax.executors.whole import NotPlanned, WholeStep, whole_step
 from poet_jax.graph import Graph
 from poet_jax.machine import host
+from poet_jax.matrices import Matrices, matrices
 from poet_jax.order import order
 from poet_jax.paged import PagedArray, at_home
 from poet_jax.pareto import Front, pareto
+from poet_jax.perfetto import write_trace
 from poet_jax.plan import (
     Budget,
     BudgetLike,
@@ -52,6 +55,8 @@ from poet_jax.planners.judge import Judged, fits, keep_everything, objective_of
 from poet_jax.planners.milp import MilpPlanner
 from poet_jax.price import Costs, costs_from_dict, costs_to_dict, price
 from poet_jax.program import Program, lower, program_from_list, program_to_list
+from poet_jax.reasons import Reason, reasons
+from poet_jax.report import write_report
 from poet_jax.simulate import Usage, simulate
 from poet_jax.stream import stream
 from poet_jax.trace import trace
@@ -96,12 +101,59 @@ class Schedule:
 
     def __str__(self) -> str:
         return explain.table(
-            self.graph, self.budget, self.plan, self.program, self.usage, self.baseline
+            self.budget, self.plan, self.program, self.usage, self.baseline
         )
 
     def plot(self, path: str | os.PathLike) -> None:
-        """Write a figure of live bytes over the planned step to `path`."""
-        explain.plot(path, self.budget, self.program, self.usage, self.baseline)
+        """Write a figure of live bytes over the planned step to `path`.
+
+        The file's type follows its name (.png, .svg, .pdf). Needs matplotlib, which
+        `pip install "poet_jax[plot]"` brings; raises ImportError without it.
+        """
+        figure = figures.step_figure(
+            self.costs, self.budget, self.program, self.usage, self.baseline
+        )
+        figure.savefig(path, dpi=150)
+
+    def plot_matrices(self, path: str | os.PathLike) -> None:
+        """Write a figure of the plan's matrices R, S_RAM and S_storage, as `plot`."""
+        figure = figures.matrices_figure(self.graph, self.plan)
+        figure.savefig(path, dpi=200, bbox_inches="tight")
+
+    def matrices(self) -> Matrices:
+        """The plan's matrices R, S_RAM and S_storage, as in the paper."""
+        return matrices(self.graph, self.plan)
+
+    def reasons(self) -> tuple[Reason, ...]:
+        """[V] what was decided for each value, and what else it would have cost."""
+        return reasons(self.graph, self.costs, self.plan)
+
+    def to_dot(self, path: str | os.PathLike) -> None:
+        """Write the dependency graph to `path`: DOT, or drawn for .svg, .png and .pdf.
+
+        Raises FileNotFoundError for a drawing if Graphviz is not installed.
+        """
+        write_dot(path, self.program, self.costs)
+
+    def to_perfetto(self, path: str | os.PathLike, run: Run | None = None) -> None:
+        """Write a trace of the planned step to `path`, for ui.perfetto.dev.
+
+        With `run`, the `last_run` of the function that this schedule is for, the
+        measured step is in it, too. Raises ValueError for a run of another program.
+        """
+        write_trace(path, self.program, self.costs, self.usage, run)
+
+    def to_html(self, path: str | os.PathLike) -> None:
+        """Write one page about the schedule to `path`: summary, figure, and values."""
+        write_report(
+            path,
+            self.costs,
+            self.budget,
+            self.plan,
+            self.program,
+            self.usage,
+            self.baseline,
+        )
 
     def to_json(self, path: str | os.PathLike) -> None:
         """Write budget, plan, program and costs to `path`; `from_json` reads them."""

@@ -70,6 +70,8 @@ def format_count(count: int, noun: str) -> str:
 
 
 def _format_si(value: float, unit: str) -> str:
+    if abs(value) >= 1000:
+        return f"{value:,.0f} {unit}"
     for scale, prefix in ((1.0, ""), (1e-3, "m"), (1e-6, "u"), (1e-9, "n")):
         if abs(value) >= scale:
             return f"{value / scale:.3g} {prefix}{unit}"

@@ -17,7 +17,7 @@ from absl.testing import flagsaver
 from flax import nnx
 
 import poet_jax
-from experiments import memory, models, train
+from experiments import explain, memory, models, train
 from experiments.data import DatasetSpec, load_dataset
 
 IMAGES = DatasetSpec((32, 32, 3), 10)
@@ -391,3 +391,60 @@ def test_a_limit_that_cannot_be_set_is_named(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="memory cgroup") as caught:
         memory.MemoryGroup("test")
     assert str(tmp_path) in str(caught.value) and "Run it as root" in str(caught.value)
+
+
+def run_explain(output, **values):
+    """Run explain.main in this process with flags `values`."""
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    with flagsaver.flagsaver(output=str(output), values=3, **values):
+        explain.main(["explain"])
+
+
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_a_model_is_explained_from_its_shapes(tmp_path, capsys, framework):
+    """The plan is that of the step which experiments.train runs."""
+    run_explain(
+        tmp_path,
+        model="mlp:width=8",
+        dataset="digits",
+        framework=framework,
+        planner="greedy",
+        device="JETSON_TX2",
+        budget="85%",
+        batch_size=8,
+    )
+    printed = capsys.readouterr().out
+    assert printed.count("\n- ") == 4 and "first-order estimate" in printed
+    names = {path.name for path in tmp_path.iterdir()}
+    files = {"plan.png", "matrices.png", "graph.dot", "trace.json", "report.html"}
+    assert files <= names <= files | {"graph.svg"}
+    dataset = load_dataset("digits")
+    model = models.make_model(
+        "mlp:width=8", framework, dataset_spec=dataset.spec, seed=0
+    )
+    step = poet_jax.train_step(
+        model,
+        "85%",
+        loss_fn=models.loss_fn,
+        optimizer=optax.adamw(1e-3),
+        device=poet_jax.devices.JETSON_TX2,
+        planner=poet_jax.greedy,
+    )
+    schedule, _ = train.bind(step, model, 0, next(dataset.batches(8, 0, 1)))
+    head = str(schedule).partition("\n  values")[0]
+    assert head and printed.startswith(head)
+
+
+def test_an_instance_is_explained(tmp_path, capsys):
+    costs = ("seconds", "joules", "page_in_seconds", "page_out_seconds")
+    costs += ("page_in_joules", "page_out_joules")
+    node = dict.fromkeys(costs, 1.0) | {"bytes": 8, "backward": False}
+    nodes = [node | {"name": name} for name in "abcd"]
+    edges = [[0, 1], [1, 2], [2, 3], [0, 3]]
+    path = tmp_path / "instance.json"
+    path.write_text(json.dumps({"nodes": nodes, "edges": edges}))
+    run_explain(tmp_path, instance=str(path), budget="100%", planner="greedy")
+    assert "- a (8 B), keep: Freeing it while it is idle" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="Type a budget of at least 24"):
+        run_explain(tmp_path, instance=str(path), budget="60%", planner="greedy")

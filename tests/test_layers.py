@@ -13,7 +13,8 @@ LAYERS = """
     planners planners.judge planners.keep_all planners.sqrt planners.greedy
     planners.repair planners.worker planners.solver planners.objective planners.cuts
     planners.formulation planners.milp planners.paper executors executors.buffers
-    executors.host executors.whole explain stream state
+    executors.host executors.whole explain reasons timeline matrices figures dot
+    perfetto report stream state
     pareto cache transform training nnx linen train_step
     __init__
 """.split()

@@ -46,6 +46,9 @@ class Run:
       recomputed: nodes that ran again.
       storage_seconds: that reading and writing took.
       waiting_seconds: of these, those for which computing stood still.
+      start_seconds, stop_seconds: [I] of each instruction on its lane; None for a step
+        that ran as one `jax.jit`.
+      live_bytes: [I] RAM while each instruction ran, or None.
     """
 
     seconds: float
@@ -55,6 +58,11 @@ class Run:
     recomputed: int
     storage_seconds: float = 0.0
     waiting_seconds: float = 0.0
+    start_seconds: tuple[float, ...] | None = dataclasses.field(
+        default=None, repr=False
+    )
+    stop_seconds: tuple[float, ...] | None = dataclasses.field(default=None, repr=False)
+    live_bytes: tuple[int, ...] | None = dataclasses.field(default=None, repr=False)
 
     @property
     def hidden_seconds(self) -> float:
@@ -214,7 +222,7 @@ class Runner:
         pool, self._pool = self._pool, None  # a second thread gets a pool of its own
         if pool is None:
             pool = Pool(self._taken(), self._peak_bytes, self.on_cpu)
-        step = _Step(self, leaves, pool)
+        step = _Step(self, leaves, pool, start)
         try:
             for instruction in self.program.instructions:
                 step.do(instruction)
@@ -225,12 +233,15 @@ class Runner:
         self._pool = pool
         self.last_run = Run(
             seconds=time.perf_counter() - start,
-            peak_bytes=step.peak_bytes,
+            peak_bytes=max(step.most_bytes, default=step.live_bytes),
             bytes_paged_in=step.bytes_paged_in,
             bytes_paged_out=step.bytes_paged_out,
             recomputed=self.program.recomputed,
             storage_seconds=step.storage_seconds,
             waiting_seconds=step.waiting_seconds,
+            start_seconds=tuple(step.start_seconds),
+            stop_seconds=tuple(step.stop_seconds),
+            live_bytes=tuple(step.most_bytes),
         )
         return outputs
 
@@ -243,7 +254,7 @@ _runs = itertools.count()
 class _Step:
     """The state of one run: arrays in RAM, transfers under way, and the ledger."""
 
-    def __init__(self, runner: Runner, leaves: list[Any], pool: Pool):
+    def __init__(self, runner: Runner, leaves: list[Any], pool: Pool, since: float):
         graph = runner.program.graph
         self.runner, self.graph, self.store = runner, graph, runner.store
         self.number = next(_runs)
@@ -266,32 +277,43 @@ class _Step:
         self.saving: dict[int, concurrent.futures.Future] = {}
         self.storage = concurrent.futures.ThreadPoolExecutor(1, "poet_jax-storage")
         self.live_bytes = sum(runner.nbytes[v] for v in self.arrays)
-        self.peak_bytes = self.live_bytes
+        rows = len(runner.program.instructions)
+        self.since = since
+        self.start_seconds, self.stop_seconds = [0.0] * rows, [0.0] * rows
+        self.most_bytes = [0] * rows  # RAM while each instruction runs
         self.bytes_paged_in = self.bytes_paged_out = 0
         self.storage_seconds = self.waiting_seconds = 0.0
         self.row = -1
         self.pool = pool
         self.pool.begin(self.live_bytes)
 
+    def clock(self) -> float:
+        """Seconds since the run began."""
+        return time.perf_counter() - self.since
+
     def do(self, instruction: Any) -> None:
         self.row += 1
+        self.most_bytes[self.row] = self.live_bytes
         match instruction:
             case Compute() | Fused():
                 self.compute(self.runner.calls[self.row])
             case PageOut(value):
                 self.saving[value] = self.storage.submit(
-                    self.save, value, self.ready(value)
+                    self.save, self.row, value, self.ready(value)
                 )
             case PageIn(value):
                 last = self.runner.program.last_page_in[value] == self.row
                 array = self.page(self.graph.values[value])
-                self.loading[value] = self.storage.submit(self.load, value, array, last)
+                self.loading[value] = self.storage.submit(
+                    self.load, self.row, value, array, last
+                )
             case Free(value):
                 self.free(value)
 
     def compute(self, call: _Call) -> None:
         unit, executable = call.unit, call.executable
         operands = [self.ready(v) for v in unit.reads]
+        self.start_seconds[self.row] = self.clock()
         into = self.pool.take(
             executable.destinations,
             self.row,
@@ -305,6 +327,7 @@ class _Step:
         results = executable(*operands, into=into)
         # XLA runs ahead otherwise, and allocates the results of later nodes early.
         jax.block_until_ready(results)
+        self.stop_seconds[self.row] = self.clock()
         self.arrays.update(zip(unit.writes, results, strict=True))
         self.count(call.new_bytes)
         self.count(-call.workspace_bytes)
@@ -325,9 +348,11 @@ class _Step:
         return self.arrays[value]
 
     def free(self, value: int) -> None:
+        self.start_seconds[self.row] = self.clock()
         if value in self.saving:
             self.wait(self.saving.pop(value))
         array = self.ready(value)
+        self.stop_seconds[self.row] = self.clock()
         del self.arrays[value]
         self.count(-self.runner.nbytes[value])
         if not self.let_go(array):
@@ -352,8 +377,8 @@ class _Step:
         finally:
             self.waiting_seconds += time.perf_counter() - start
 
-    def save(self, value: int, array: jax.Array) -> None:
-        start = time.perf_counter()
+    def save(self, row: int, value: int, array: jax.Array) -> None:
+        self.start_seconds[row] = self.clock()
         data, name = self.bytes_of(array), self.graph.values[value].name
         place = self.graph.landing.get(value)
         if place is not None:
@@ -362,12 +387,14 @@ class _Step:
             self.waiting.add(self.key(value))
             self.store.write(self.key(value), data, name)
         self.bytes_paged_out += self.runner.nbytes[value]
-        self.storage_seconds += time.perf_counter() - start
+        self.transferred(row)
 
-    def load(self, value: int, array: jax.Array | None, last: bool) -> jax.Array:
+    def load(
+        self, row: int, value: int, array: jax.Array | None, last: bool
+    ) -> jax.Array:
         description = self.graph.values[value]
         data = np.empty(description.nbytes, np.uint8) if array is None else view(array)
-        start = time.perf_counter()
+        self.start_seconds[row] = self.clock()
         if value in self.graph.stored:
             place = self.graph.stored[value]
             self.leaves[place.leaf].read(data, place.block, description.name)
@@ -380,11 +407,16 @@ class _Step:
                 self.store.delete(self.key(value))
                 self.waiting.remove(self.key(value))
         self.bytes_paged_in += data.nbytes
-        self.storage_seconds += time.perf_counter() - start
+        self.transferred(row)
         if array is not None:
             return array
         host = data.view(description.dtype).reshape(description.shape)
         return jax.block_until_ready(jax.device_put(host))
+
+    def transferred(self, row: int) -> None:
+        """A transfer is done: the storage lane is free."""
+        self.stop_seconds[row] = self.clock()
+        self.storage_seconds += self.stop_seconds[row] - self.start_seconds[row]
 
     def key(self, value: int) -> tuple[int, int]:
         """Of a value in the store, which other runs and arrays may share."""
@@ -398,7 +430,8 @@ class _Step:
 
     def count(self, nbytes: int) -> None:
         self.live_bytes += nbytes
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        most = self.most_bytes[self.row]
+        self.most_bytes[self.row] = max(most, self.live_bytes)
 
     def finish(self) -> list[Any]:
         """Wait for what is under way; the flat outputs, in RAM or on storage.

@@ -1,0 +1,396 @@
+"""What a schedule shows of itself: energies, matrices, reasons, traces and pages."""
+
+import dataclasses
+import html.parser
+import itertools
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from strategies import HEURISTICS, budgeted_graphs
+from test_golden import chain
+from toy import OPTIONS, W, X, gradient
+
+import poet_jax
+from poet_jax.dot import to_dot
+from poet_jax.perfetto import trace_events
+from poet_jax.timeline import timeline
+from poet_jax.transform import make_schedule
+
+
+def schedules(problem):
+    """The schedules that the heuristics find for (graph, costs, bytes)."""
+    graph, costs, memory_bytes = problem
+    for planner in HEURISTICS.values():
+        try:
+            yield make_schedule(graph, costs, max(memory_bytes, 1), planner)
+        except poet_jax.BudgetTooSmall:
+            continue
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["nodes", "fused"])
+def ran(request):
+    """(schedule, run) of a small gradient that is paged, and computes something again.
+
+    `fused`: with consecutive nodes in one executable.
+    """
+    executor = poet_jax.HostExecutor(poet_jax.HostStore(), fuse=request.param)
+    for planner in (poet_jax.paging_only, poet_jax.greedy):
+        options = OPTIONS | {"executor": executor, "planner": planner}
+        with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+            poet_jax.schedule(gradient, 1, **options).plan(W, X)
+        budget = caught.value.smallest_bytes
+        scheduled = poet_jax.schedule(gradient, budget, **options)
+        scheduled(W, X)
+        if scheduled.last_run.bytes_paged_in:
+            return scheduled.plan(W, X), scheduled.last_run
+    raise AssertionError("nothing was paged")
+
+
+def is_transfer(instruction):
+    return isinstance(instruction, poet_jax.PageIn | poet_jax.PageOut)
+
+
+def is_compute(instruction):
+    return isinstance(instruction, poet_jax.Compute | poet_jax.Fused)
+
+
+# Timelines
+
+
+@given(budgeted_graphs())
+def test_the_joules_of_instructions_and_of_idling_are_the_steps(problem):
+    for schedule in schedules(problem):
+        usage, costs = schedule.usage, schedule.costs
+        idle = costs.static_watts * usage.seconds
+        assert usage.joules == pytest.approx(usage.instruction_joules.sum() + idle)
+        for x, joules in zip(
+            schedule.program.instructions, usage.instruction_joules, strict=True
+        ):
+            match x:
+                case poet_jax.Compute(node):
+                    assert joules == costs.joules[node]
+                case poet_jax.PageIn(value):
+                    assert joules == costs.page_in_joules[value]
+                case poet_jax.PageOut(value):
+                    assert joules == costs.page_out_joules[value]
+                case poet_jax.Free():
+                    assert joules == 0
+
+
+def test_a_run_measures_each_instruction(ran):
+    schedule, run = ran
+    usage, instructions = schedule.usage, schedule.program.instructions
+    assert run.live_bytes == tuple(usage.live_bytes)
+    assert max(run.live_bytes) == run.peak_bytes
+    assert len(run.start_seconds) == len(run.stop_seconds) == len(instructions)
+    for on_lane in (is_transfer, lambda x: not is_transfer(x)):
+        rows = [row for row, x in enumerate(instructions) if on_lane(x)]
+        times = [(run.start_seconds[row], run.stop_seconds[row]) for row in rows]
+        flat = [0.0, *itertools.chain(*times), run.seconds]
+        assert flat == sorted(flat)
+    moved = [row for row, x in enumerate(instructions) if is_transfer(x)]
+    seconds = sum(run.stop_seconds[row] - run.start_seconds[row] for row in moved)
+    assert run.storage_seconds == pytest.approx(seconds)
+    assert run == run and "start_seconds" not in repr(run)
+
+
+@given(budgeted_graphs())
+def test_ram_over_time_is_what_each_value_takes_for_as_long_as_it_is_there(problem):
+    """The timeline goes by instructions, the reasons go by values."""
+    for schedule in schedules(problem):
+        usage = schedule.usage
+        line = timeline(
+            schedule.program,
+            usage.start_seconds,
+            usage.stop_seconds,
+            usage.live_bytes,
+        )
+        assert line.live_bytes.max() == usage.peak_bytes
+        assert list(line.seconds) == sorted(line.seconds)
+        lengths = np.diff(np.append(line.seconds, usage.seconds))
+        by_time = (sum(line.layers.values()) * lengths).sum()
+        by_value = sum(x.nbytes * x.resident_seconds for x in schedule.reasons())
+        assert by_time == pytest.approx(by_value)
+
+
+# Matrices
+
+
+@given(budgeted_graphs())
+def test_the_matrices_are_the_program(problem):
+    for schedule in schedules(problem):
+        graph, program = schedule.graph, schedule.program
+        found = schedule.matrices()
+        count = len(graph.nodes)
+        assert (np.diag(found.R) == 1).all() and not np.triu(found.R, 1).any()
+        assert found.R.sum() == count + program.recomputed
+        nbytes, stage, begins = schedule.costs.nbytes, 0, True
+        for x, live_bytes in zip(
+            program.instructions, schedule.usage.live_bytes, strict=True
+        ):
+            if begins and isinstance(x, poet_jax.Compute | poet_jax.PageIn):
+                present, more, new = found.S_ram[stage], 0, [vars(x).get("value")]
+                if isinstance(x, poet_jax.Compute):
+                    more = schedule.costs.workspace_bytes[x.node]
+                    new = graph.nodes[x.node].writes
+                more += sum(nbytes[v] for v in new if not present[v])
+                assert live_bytes == present @ nbytes + more
+                begins = False
+            if x == poet_jax.Compute(stage):
+                stage, begins = stage + 1, True
+        if begins:
+            present = np.flatnonzero(found.S_ram[-1])
+            assert {*graph.pinned, *graph.returned} == {*present}
+        for stage, node in enumerate(graph.nodes):
+            made = {
+                v for n in np.flatnonzero(found.R[stage]) for v in graph.nodes[n].writes
+            }
+            there = np.flatnonzero(found.S_ram[stage] | found.S_storage[stage])
+            assert {*node.reads} <= {*there} | made
+        assert (found.S_storage @ nbytes).max() <= schedule.usage.store_bytes
+
+
+# Reasons
+
+
+@given(budgeted_graphs())
+def test_a_reason_has_the_costs_of_what_was_decided(problem):
+    for schedule in schedules(problem):
+        graph, costs = schedule.graph, schedule.costs
+        joules = [0.0] * len(graph.values)
+        runs = [0] * len(graph.nodes)
+        for x, cost in zip(
+            schedule.program.instructions,
+            schedule.usage.instruction_joules,
+            strict=True,
+        ):
+            if is_transfer(x):
+                joules[x.value] += cost
+            elif is_compute(x):
+                runs[x.node] += 1
+        for value, number in graph.producer.items():
+            joules[value] += (runs[number] - 1) * costs.joules[number]
+        found = schedule.reasons()
+        assert [x.value for x in found] == list(range(len(graph.values)))
+        assert [x.joules for x in found] == pytest.approx(joules)
+        for x in found:
+            again = x.value in graph.producer and runs[graph.producer[x.value]] > 1
+            assert (x.decision == "remat") <= again
+            assert (x.decision == "pinned") <= (x.value in graph.pinned)
+
+
+@pytest.mark.parametrize(
+    ("planner", "memory_bytes", "expected"),
+    [
+        (
+            poet_jax.MilpPlanner(paging=False),
+            28,
+            [
+                "x (8 B), keep: A donated argument: in RAM until its last read. "
+                "Freeing it while it is idle would save 8 B for 4 s. No node can make "
+                "it again. Paging it out and in would cost 2 s, 500 mJ.",
+                "layer1 (8 B), remat: layer1 runs 2 times; running it again costs 1 s, "
+                "5 J. 8 B less in RAM for 3 s. Paging it out and in would cost 2 s, "
+                "500 mJ.",
+                "layer2 (8 B), keep: Freeing it while it is idle would save 8 B for 1 "
+                "s. Running layer2 again would cost 1 s, 1 J. Paging it out and in "
+                "would cost 2 s, 500 mJ.",
+                "layer3 (8 B), keep: Never idle: freeing it earlier saves nothing.",
+            ],
+        ),
+        (
+            poet_jax.MilpPlanner(remat=False),
+            20,
+            [
+                "x (8 B), page: Paged out, and in once: 2 s, of which 1 s hidden under "
+                "computing, and 500 mJ. 8 B less in RAM for 6 s. No node can make it "
+                "again.",
+                "layer1 (8 B), page: Paged out, and in once: 2 s, of which 1 s hidden "
+                "under computing, and 500 mJ. 8 B less in RAM for 3 s. Running layer1 "
+                "again would cost 1 s, 5 J.",
+            ],
+        ),
+    ],
+    ids=["remat", "page"],
+)
+def test_reasons_are_sentences(planner, memory_bytes, expected):
+    """By hand: every node and every transfer of the chain takes a second."""
+    schedule = make_schedule(*chain(), memory_bytes, planner)
+    assert [str(x) for x in schedule.reasons()][: len(expected)] == expected
+
+
+# Traces
+
+
+def slices(events, process):
+    return [x for x in events if x["ph"] == "X" and x["pid"] == process]
+
+
+def counters(events, process, name):
+    """[[seconds, value]] of a counter."""
+    return np.array(
+        [
+            (x["ts"] / 1e6, *x["args"].values())
+            for x in events
+            if (x["ph"], x["pid"], x["name"]) == ("C", process, name)
+        ]
+    )
+
+
+def assert_is_a_step(events, process, program, seconds):
+    """One slice for each compute and transfer, in two lanes without overlap."""
+    bars = slices(events, process)
+    for lane, belongs in ((1, is_compute), (2, is_transfer)):
+        row = [x for x in bars if x["tid"] == lane]
+        assert len(row) == sum(map(belongs, program.instructions))
+        for before, after in itertools.pairwise(row):
+            assert before["ts"] + before["dur"] <= after["ts"] + 1e-3
+    ends = [x["ts"] + x["dur"] for x in bars]
+    assert all(0 <= end <= seconds * 1e6 + 1e-3 for end in ends)
+
+
+@given(budgeted_graphs())
+def test_a_trace_is_the_planned_step(problem):
+    for schedule in schedules(problem):
+        program, usage = schedule.program, schedule.usage
+        events = trace_events(program, schedule.costs, usage)
+        assert json.loads(json.dumps(events)) == events
+        assert_is_a_step(events, 1, program, usage.seconds)
+        ends = [x["ts"] + x["dur"] for x in slices(events, 1)]
+        assert max(ends) == pytest.approx(usage.seconds * 1e6)
+        assert counters(events, 1, "live bytes")[:, 1].max() == usage.peak_bytes
+        energy = counters(events, 1, "energy (modelled)")
+        assert energy[-1] == pytest.approx([usage.seconds, usage.joules])
+        assert (np.diff(energy, axis=0) >= -1e-9).all()
+
+
+def test_a_trace_has_the_measured_step_beside_the_planned_one(ran, tmp_path):
+    schedule, run = ran
+    schedule.to_perfetto(tmp_path / "trace.json", run)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert_is_a_step(events, 1, schedule.program, schedule.usage.seconds)
+    assert_is_a_step(events, 2, schedule.program, run.seconds)
+    names = [[x["name"] for x in slices(events, process)] for process in (1, 2)]
+    assert names[0] == names[1]
+    live = counters(events, 2, "live bytes")
+    assert live[:, 1].max() == run.peak_bytes
+    assert not len(counters(events, 2, "energy (modelled)"))
+
+
+def test_a_trace_of_one_executable_and_of_a_run_that_does_not_belong(ran, tmp_path):
+    scheduled = poet_jax.schedule(gradient, "1GiB", planner=poet_jax.greedy)
+    scheduled(W, X)
+    whole, run = scheduled.plan(W, X), scheduled.last_run
+    assert run.start_seconds is run.stop_seconds is run.live_bytes is None
+    whole.to_perfetto(tmp_path / "trace.json", run)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert_is_a_step(events, 1, whole.program, whole.usage.seconds)
+    (step,) = slices(events, 2)
+    assert step["dur"] == pytest.approx(run.seconds * 1e6, abs=1e-3)
+    with pytest.raises(ValueError, match="Take last_run"):
+        whole.to_perfetto(tmp_path / "trace.json", ran[1])
+
+
+# Graphs
+
+
+def renamed(schedule, name):
+    """`schedule` with `name` as the name of every node and value."""
+    graph = schedule.graph
+    values = [dataclasses.replace(v, name=name) for v in graph.values]
+    nodes = [dataclasses.replace(n, name=name) for n in graph.nodes]
+    graph = dataclasses.replace(graph, values=tuple(values), nodes=tuple(nodes))
+    return poet_jax.Schedule.of(graph, schedule.costs, schedule.budget, schedule.plan)
+
+
+ODD = 'a "quoted" \\N & <script>alert(1)</script>'
+
+
+@given(budgeted_graphs())
+def test_dot_has_a_box_for_each_node_and_an_arrow_for_each_read(problem):
+    for schedule in schedules(problem):
+        for each in (schedule, renamed(schedule, ODD)):
+            text = to_dot(each.program, each.costs)
+            quoted = re.sub(r'"([^"\\]|\\.)*"', "''", text)
+            assert '"' not in quoted and "\\" not in quoted
+            assert len(re.findall(r"^  n\d+ \[", quoted, re.M)) == len(each.graph.nodes)
+            reads = sum(len(node.reads) for node in each.graph.nodes)
+            assert len(re.findall(r"^  [nv]\d+ -> n\d+ \[", quoted, re.M)) == reads
+
+
+def test_a_drawing_needs_graphviz(ran, tmp_path, monkeypatch):
+    schedule = renamed(ran[0], ODD)
+    schedule.to_dot(tmp_path / "graph.dot")
+    assert (tmp_path / "graph.dot").read_text().startswith("digraph")
+    if shutil.which("dot"):
+        schedule.to_dot(tmp_path / "graph.svg")
+        assert "</svg>" in (tmp_path / "graph.svg").read_text()
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(FileNotFoundError, match="apt install graphviz"):
+        schedule.to_dot(tmp_path / "graph.pdf")
+
+
+# Pages and figures
+
+
+class Page(html.parser.HTMLParser):
+    """The tables of a page, as texts of their cells, and all attributes."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.tables, self.open, self.attributes = [], [], []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.attributes.extend((tag, *attribute) for attribute in attrs)
+        if tag not in ("meta", "input", "path", "use", "rect", "stop"):
+            self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        if tag == "tr":
+            self.tables[-1].append([])
+        if tag == "td":
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag):
+        if tag in self.open:
+            assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        if "td" in self.open:
+            self.tables[-1][-1][-1] += data
+
+
+@settings(max_examples=5)
+@given(budgeted_graphs())
+def test_a_page_stands_alone_and_has_a_row_for_each_value(tmp_path, problem):
+    for schedule in itertools.islice(schedules(problem), 1):
+        schedule = renamed(schedule, ODD)
+        schedule.to_html(tmp_path / "report.html")
+        text = (tmp_path / "report.html").read_text()
+        page = Page(text)
+        assert not page.open and "http" not in text and "<script>alert" not in text
+        assert not [x for x in page.attributes if x[1] in ("src", "href")]
+        rows = page.tables[1][1:]
+        assert len(rows) == len(schedule.graph.values)
+        assert all(row[0] == ODD and len(row) == 7 for row in rows)
+        sizes = sorted(value.nbytes for value in schedule.graph.values)
+        keys = [float(x[2]) for x in page.attributes if x[1] == "data-key"]
+        assert sorted(keys[::4]) == sizes
+
+
+@settings(max_examples=5)
+@given(budgeted_graphs())
+def test_figures_of_any_schedule_are_drawn(tmp_path, problem):
+    for schedule in itertools.islice(schedules(problem), 1):
+        for name, draw in (
+            ("plan.svg", schedule.plot),
+            ("matrices.svg", schedule.plot_matrices),
+        ):
+            draw(tmp_path / name)
+            assert "</svg>" in (tmp_path / name).read_text()
