@@ -111,17 +111,28 @@ def activations_only(
     nbytes[list(graph.outputs)] = 0
     for node in reversed(graph.nodes):
         for value in node.reads:
-            readers = graph.readers[value]
             if value in graph.producer and all(
-                any(
+                _passes_on(graph, costs, depends, value, reader)
+                and any(
                     nbytes[w] == 0 and costs.nbytes[w] == costs.nbytes[value]
                     for w in graph.nodes[reader].writes
                 )
-                for reader in readers
+                for reader in graph.readers[value]
             ):
                 nbytes[value] = 0
     return dataclasses.replace(
         costs, nbytes=nbytes, workspace_bytes=np.zeros_like(costs.workspace_bytes)
+    )
+
+
+MOVES = {"transpose", "reshape", "rev", "squeeze", "convert_element_type", "copy"}
+
+
+def _passes_on(graph, costs, depends: set[int], value: int, reader: int) -> bool:
+    """Whether a node only moves a value, or updates with it what is as large."""
+    node = graph.nodes[reader]
+    return {e.primitive.name for e in node.equations} <= MOVES or any(
+        v not in depends and costs.nbytes[v] == costs.nbytes[value] for v in node.reads
     )
 
 

@@ -1,0 +1,101 @@
+"""Sweeps and the planners that are only for comparison."""
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from strategies import attempt, budgeted_graphs
+
+import poet_jax
+from experiments import baselines, paper, points
+from experiments.steps import read_rows
+from poet_jax.graph import write_instance
+from poet_jax.planners.judge import fits
+
+
+@settings(max_examples=20)
+@given(case=budgeted_graphs())
+def test_planners_after_published_heuristics_keep_the_budget(case):
+    graph, costs, memory_bytes = case
+    for planner in (baselines.capuchin, baselines.pofo):
+        plan = attempt(planner, graph, costs, memory_bytes)
+        if isinstance(plan, poet_jax.BudgetTooSmall):
+            continue
+        usage = poet_jax.simulate(poet_jax.lower(graph, plan), costs)
+        assert fits(usage, poet_jax.Budget(memory_bytes))
+        assert plan.objective == pytest.approx(usage.joules, rel=1e-9)
+
+
+PLANNERS = ("paging", "remat", "pofo", "milp")
+
+
+def grid(devices=("STM32H7",), planners=PLANNERS, counted=("all",), shares=(85.0, 1.0)):
+    return points.grid(
+        ["mlp:width=16"], ["digits"], [64], ["gradient"], counted, devices, shares,
+        [None], planners,
+    )  # fmt: skip
+
+
+def test_a_sweep_writes_a_row_per_point_and_goes_on(tmp_path):
+    path = tmp_path / "sweep.csv"
+    points.run(grid()[:3], path, 2.0)
+    before = path.read_text()
+    points.run(grid(), path, 2.0)
+    assert path.read_text().startswith(before)
+    rows = read_rows(path)
+    assert [tuple(row[x] for x in points.COLUMNS[:9]) for row in rows] == [
+        point.key for point in grid()
+    ]
+    costs = {r["planner"]: float(r["joules"]) for r in rows if r["joules"]}
+    assert costs["milp"] <= min(costs.values())
+    hopeless = [row for row in rows if row["share"] == "1.0"]
+    assert all(row["status"] in ("IMPOSSIBLE", "NONE") for row in hopeless)
+    assert all("bytes" in row["reason"] for row in hopeless)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"devices": ("ABACUS",)}, "The devices are MKR1000"),
+        ({"planners": ("guess",)}, "The planners are keep_all"),
+    ],
+)
+def test_what_is_unknown_is_named(wrong, says, tmp_path):
+    with pytest.raises(ValueError, match=says):
+        points.run(grid(**wrong), tmp_path / "sweep.csv", 2.0)
+
+
+def test_activations_alone_are_what_depends_on_the_batch():
+    graph, batch = points.traced("mlp:width=16", "digits", 32, "gradient")
+    costs = poet_jax.price(graph, poet_jax.devices.STM32H7)
+    counted = points.activations_only(graph, costs, graph.arguments[-batch:])
+    params = graph.arguments[:-batch]
+    assert not counted.nbytes[list(params)].any()
+    assert not counted.nbytes[list(graph.outputs)].any()
+    hidden = [v for v, x in enumerate(graph.values) if x.shape == (32, 16)]
+    assert hidden and (counted.nbytes[hidden] == costs.nbytes[hidden]).all()
+    assert not counted.workspace_bytes.any()
+
+
+def test_published_rules_are_judged_by_the_simulator(tmp_path):
+    """a, b, c of which c reads both: a is paged while b runs, which the published rules
+    take for free, and the deadline leaves no time for."""
+    sizes = (40, 100, 10)
+    values = tuple(poet_jax.Value(x, n) for x, n in zip("abc", sizes, strict=True))
+    nodes = (
+        poet_jax.Node("a", (), (0,)), poet_jax.Node("b", (), (1,)),
+        poet_jax.Node("c", (0, 1), (2,)),
+    )  # fmt: skip
+    cost = {
+        "seconds": 1.0, "joules": 1.0, "page_in_seconds": 1.0, "page_out_seconds": 1.0,
+        "page_in_joules": 0.1, "page_out_joules": 0.1,
+    }  # fmt: skip
+    path = tmp_path / "three.json"
+    write_instance(path, poet_jax.Graph(values, nodes), [cost] * 3)
+    graph, costs = poet_jax.load_instance(path)
+    graph = dataclasses.replace(graph, outputs=(2,))
+    row = paper.rules_row(graph, costs, 75, 4.0, 2.0)
+    assert row["milp_status"] in ("OPTIMAL", "IMPOSSIBLE")
+    if row["published_status"] != "IMPOSSIBLE":
+        over = int(row["peak_bytes"]) > row["memory_bytes"]
+        assert ("memory" in row["refuted"]) == over
