@@ -252,6 +252,8 @@ STYLES = {
 
 def plot_panels(rows: list[dict[str, str]], x: str, label: str, path) -> None:
     """A panel per model and device: joules over keep-all's against the column `x`."""
+    for row in rows:  # an instance is called after its device, too
+        row["model"] = row["model"].removesuffix(f"-{row['device']}")
     models = list(dict.fromkeys(row["model"] for row in rows))
     devices = list(dict.fromkeys(row["device"] for row in rows))
     figure = new_figure(figsize=(2.9 * len(devices) + 0.6, 2.5 * len(models) + 0.8))
@@ -263,9 +265,7 @@ def plot_panels(rows: list[dict[str, str]], x: str, label: str, path) -> None:
             axis = axes[line, column]
             here = [r for r in rows if (r["model"], r["device"]) == (model, device)]
             _lines(axis, here, x)
-            name = (
-                pathlib.Path(model).stem.rpartition("-")[0] or model.partition(":")[0]
-            )
+            name = model.partition(":")[0]
             axis.set_title(f"{name}, {device}", fontsize=9)
     handles = {}
     for axis in axes.flat:
