@@ -3,6 +3,9 @@
 This is the only file that knows the shape of a jaxpr.
 """
 
+import os
+import sysconfig
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +36,8 @@ def trace(fun: Callable, *args: Any, **kwargs: Any) -> Graph:
 
     `fun` may be the result of `jax.jit`, whose static and donated arguments are
     honoured. Arguments are pytrees of arrays or of `jax.ShapeDtypeStruct`; nothing is
-    computed. Raises CannotTrace, from JAX's own error, if JAX cannot trace it.
+    computed. Raises CannotTrace, from JAX's own error, if JAX cannot trace it; the
+    message has the place in the caller's code.
     """
     jitted = fun if hasattr(fun, "trace") else jax.jit(fun)
     try:
@@ -42,7 +46,7 @@ def trace(fun: Callable, *args: Any, **kwargs: Any) -> Graph:
         name = getattr(fun, "__name__", type(fun).__name__)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CannotTrace(
-            f"A plan was asked for {name!r}, and tracing it failed: "
+            f"A plan was asked for {name!r}, and tracing it failed{_place(error)}: "
             f"{reason.rstrip('.')}. Only functions that jax.jit accepts, of "
             "arguments that fit them, can be "
             f"planned. Make jax.jit({name}).trace(...) work on the same arguments "
@@ -55,6 +59,25 @@ def trace(fun: Callable, *args: Any, **kwargs: Any) -> Graph:
             "Pass that value as an argument."
         )
     return _Builder(traced.jaxpr.consts).build(traced)
+
+
+# Frames of Python, of installed packages and of this one are not the caller's.
+_INSTALLED = tuple(
+    os.path.join(folder, "")
+    for folder in (
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+        os.path.dirname(os.path.abspath(__file__)),
+    )
+)
+
+
+def _place(error: BaseException) -> str:
+    """ " at file:line in function", the innermost frame of the caller's own code."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not os.path.abspath(frame.filename).startswith(_INSTALLED):
+            file = os.path.basename(frame.filename)
+            return f" at {file}:{frame.lineno} in {frame.name}"
+    return ""
 
 
 class _Builder:

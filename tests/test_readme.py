@@ -1,7 +1,8 @@
 """The Python in README.md and docs/ runs, and prints what the page says it prints.
 
 The blocks of a page run in order in one namespace. A block ```text output directly
-after a ```python block is what that block prints; planning times are not compared.
+after a ```python block is what that block prints; planning times are not compared. A
+block ```python FILE does not run: it is an excerpt of that file, word for word.
 """
 
 import contextlib
@@ -65,3 +66,11 @@ def test_an_output_that_differs_fails():
     assert run(page.format("2"), "page") == 1
     with pytest.raises(AssertionError):
         run(page.format("3"), "page")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_an_excerpt_is_what_its_file_says(page):
+    for fence in FENCE.finditer(page.read_text()):
+        language, _, file = fence["kind"].partition(" ")
+        if language == "python" and file:
+            assert fence["body"] in (ROOT / file).read_text(), file
