@@ -69,7 +69,6 @@ def traced(
         state = params, rest, jax.eval_shape(optimizer.init, params)
         step = jax.jit(training_step(case.loss, optimizer), donate_argnums=0)
         graph = poet_jax.trace(step, state, batch)
-    graph = poet_jax.coarsen(graph)
     for change in PASSES:
         graph = change(graph)
     return graph, len(jax.tree.leaves(batch))

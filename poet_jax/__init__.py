@@ -1,15 +1,18 @@
 """Flax training steps within a memory budget: optimal rematerialisation and paging."""
 
-from poet_jax import devices, linen, nnx
+from poet_jax import devices, linen, nnx, update
+from poet_jax.associate import associate
 from poet_jax.coarsen import coarsen
 from poet_jax.convolution import filter_gradients
 from poet_jax.device import DeviceProfile
 from poet_jax.errors import BudgetTooSmall, CannotTrace, PageStoreError, PlanInvalid
 from poet_jax.executors.host import HostExecutor, Run
+from poet_jax.explain import sizes
 from poet_jax.fuse import fuse
 from poet_jax.graph import Graph, Node, Value
 from poet_jax.lowerings import fastest
 from poet_jax.machine import host, host_path
+from poet_jax.narrow import narrow
 from poet_jax.node_costs import write_node_costs
 from poet_jax.order import order
 from poet_jax.paged import PagedArray
@@ -28,9 +31,16 @@ from poet_jax.store import FileStore, HostStore
 from poet_jax.stream import stream
 from poet_jax.trace import trace
 from poet_jax.train_step import train_step
-from poet_jax.transform import Schedule, Scheduled, schedule, value_and_grad
+from poet_jax.transform import (
+    PASSES,
+    Schedule,
+    Scheduled,
+    schedule,
+    value_and_grad,
+)
 
 __all__ = [
+    "PASSES",
     "Budget",
     "BudgetTooSmall",
     "CannotTrace",
@@ -62,6 +72,7 @@ __all__ = [
     "Status",
     "Usage",
     "Value",
+    "associate",
     "coarsen",
     "devices",
     "fastest",
@@ -74,12 +85,14 @@ __all__ = [
     "keep_all",
     "load_instance",
     "lower",
+    "narrow",
     "order",
     "paging_only",
     "pareto",
     "price",
     "schedule",
     "simulate",
+    "sizes",
     "sqrt",
     "stream",
     "to_storage",
@@ -87,6 +100,7 @@ __all__ = [
     "nnx",
     "trace",
     "train_step",
+    "update",
     "value_and_grad",
     "write_node_costs",
 ]

@@ -1,13 +1,15 @@
 """Group the equations that XLA would fuse, so that a node is worth scheduling.
 
 Every expensive equation is a node of its own; the light equations between expensive
-ones form one node per connected component. Three rules keep the groups useful:
+ones form one node per connected component. Four rules keep the groups useful:
 
 - A value of at most `TINY_BYTES` does not tie two groups together: a step counter would
   otherwise join every parameter's update into one node.
 - A light equation that reads nothing but arguments joins its first consumer, so that
   the decay of a moment is part of the update and not a copy that waits for it.
 - A broadcast of a tiny value is repeated inside every node that reads it.
+- A slice that the backward pass takes of what the forward pass made stays there, as
+  the slice would be saved beside the whole otherwise.
 
 Groups are numbered by depth, and every edge between two groups leads to a greater
 depth, so merging never makes a cycle.
@@ -139,8 +141,13 @@ class _Coarsener:
         All of them must be light, and each joined by a large value, or by a tiny one
         that comes from the only group read there or from a group of tiny values only.
         """
+        node = self.graph.nodes[number]
         if any(g.heavy for _, g in edges):
             return False
+        if node.backward and node.equations[0].primitive.name == "slice":
+            makers = (self.graph.producer[v] for v, _ in edges)
+            if not all(self.graph.nodes[n].backward for n in makers):
+                return False
         groups = {g for _, g in edges}
         tiny = self.is_all_tiny(number)
         return all(

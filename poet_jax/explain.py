@@ -4,6 +4,7 @@ from collections import Counter
 
 from poet_jax.graph import Graph
 from poet_jax.plan import Budget, PageIn, Plan
+from poet_jax.price import node_flops
 from poet_jax.program import Program, computed
 from poet_jax.simulate import Usage
 from poet_jax.units import format_bytes, format_count, format_joules, format_seconds
@@ -62,6 +63,31 @@ def remarks(budget: Budget, plan: Plan, program: Program, baseline: Usage) -> li
 
 def title(graph: Graph, budget: Budget) -> str:
     return f"{len(graph.nodes)} nodes, {len(graph.values)} values, budget {budget}"
+
+
+def sizes(**graphs: Graph) -> str:
+    """Nodes, bytes and FLOPs of each graph, as a table: what passes make of a graph.
+
+    *written* is of all that nodes write. *saved* is of what the forward pass writes and
+    the backward pass reads; nodes that coarsening makes of both count as their last
+    equation does, so that graphs of `trace` say it best.
+    """
+    rows = [("", "nodes", "written", "saved", "FLOPs")]
+    for name, graph in graphs.items():
+        written = {v for node in graph.nodes for v in node.writes}
+        forward = {v for node in graph.nodes if not node.backward for v in node.writes}
+        read = {v for node in graph.nodes if node.backward for v in node.reads}
+        nbytes = [
+            format_bytes(sum(graph.values[v].nbytes for v in values))
+            for values in (written, forward & read)
+        ]
+        flops = sum(map(node_flops, graph.nodes))
+        rows.append((name, str(len(graph.nodes)), nbytes[0], nbytes[1], f"{flops:.4g}"))
+    width = max(len(row[0]) for row in rows)
+    return "\n".join(
+        f"{name:{width}s} {nodes:>6s} {written:>11s} {saved:>11s} {flops:>10s}"
+        for name, nodes, written, saved, flops in rows
+    )
 
 
 def table(

@@ -155,6 +155,7 @@ class Graph:
       in_tree, out_tree: pytree structures of `((*args), {**kwargs})` and of the result.
       stored: values that are on storage, and not in RAM, when the step begins.
       landing: values that the step leaves on storage, and not in RAM.
+      rewritten: whether other equations than those traced compute the same.
     """
 
     values: tuple[Value, ...]
@@ -167,6 +168,7 @@ class Graph:
     out_tree: Any = None
     stored: dict[int, Place] = dataclasses.field(default_factory=dict)
     landing: dict[int, Place] = dataclasses.field(default_factory=dict)
+    rewritten: bool = False
 
     def __post_init__(self):
         """Raise ValueError unless every value is written once, and before it is
@@ -237,8 +239,10 @@ class Graph:
 
     @property
     def is_lowered(self) -> bool:
-        """Whether some equation is computed in another way than its primitive's."""
-        return any(e.lowering for node in self.nodes for e in node.equations)
+        """Whether something is computed in another way than in what was traced."""
+        return self.rewritten or any(
+            e.lowering for node in self.nodes for e in node.equations
+        )
 
     def __call__(self, *leaves: Any) -> list[Any]:
         """Evaluate the nodes in order: flat arguments to flat outputs, arrays or

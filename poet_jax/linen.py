@@ -9,6 +9,7 @@ import optax
 from flax import struct
 
 from poet_jax.executors.host import Run
+from poet_jax.part import EVERYTHING, Part
 from poet_jax.plan import BudgetLike
 from poet_jax.state import init_paged
 from poet_jax.store import PageStore
@@ -21,6 +22,7 @@ from poet_jax.training import (
 )
 from poet_jax.transform import Schedule
 from poet_jax.transform import schedule as schedule_function
+from poet_jax.update import UpdateLike, parse_update
 
 
 class TrainState(struct.PyTreeNode):
@@ -32,6 +34,7 @@ class TrainState(struct.PyTreeNode):
       opt_state: the optimizer's state.
       collections: the other variable collections, such as batch_stats.
       key: typed PRNG key from which each step's dropout keys are folded.
+      part: of the parameters that the step trains.
     """
 
     step: jax.Array
@@ -39,6 +42,7 @@ class TrainState(struct.PyTreeNode):
     opt_state: Any
     collections: Any
     key: jax.Array
+    part: Part = EVERYTHING
 
 
 class BoundModel:
@@ -86,9 +90,11 @@ class TrainStep:
         budget: BudgetLike,
         loss_fn: LossFn | None,
         optimizer: optax.GradientTransformation | None,
+        update: UpdateLike | None = None,
         **options: Any,
     ):
         self.module = module
+        self.scheme = None if update is None else parse_update(update)
         self.optimizer = optimizer if optimizer is not None else default_optimizer()
         self._loss_fn = loss_fn if loss_fn is not None else default_loss
         self._scheduled = schedule_function(
@@ -124,34 +130,58 @@ class TrainStep:
                 "loss_fn."
             )
         params = created.pop("params", {})
+        part = EVERYTHING
+        if self.scheme is not None:
+            part = self.scheme.of(
+                params,
+                created,
+                step_key,
+                batch,
+                loss=lambda *args: self._loss(*args)[0],
+                key=jax.random.fold_in(init_key, 1),
+            )
         return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=params,
-            opt_state=self.optimizer.init(params),
+            opt_state=self.optimizer.init(part.split(params)),
             collections=created,
             key=step_key,
+            part=part,
         )
+
+    def _loss(self, params: Any, collections: Any, key: jax.Array, batch: Any):
+        """(loss, (aux, collections)) of these parameters."""
+        model = BoundModel(self.module, params, collections, key)
+        loss, aux = scalar_and_aux(self._loss_fn(model, batch))
+        return loss, (aux, model.collections)
 
     def update(self, state: TrainState, batch: Any):
         """The step as a plain function, to be run by `jax.jit` without a budget."""
         key = jax.random.fold_in(state.key, state.step)
+        part, trainable = state.part, state.part.split(state.params)
 
-        def loss_of(params):
-            model = BoundModel(self.module, params, state.collections, key)
-            loss, aux = scalar_and_aux(self._loss_fn(model, batch))
-            return loss, (aux, model.collections)
+        def loss_of(trainable):
+            params = part.merge(trainable, state.params)
+            return self._loss(params, state.collections, key, batch)
 
         (loss, (aux, collections)), gradients = jax.value_and_grad(
             loss_of, has_aux=True
-        )(state.params)
+        )(trainable)
+        if self.scheme is not None and self.scheme.statistics == "keep":
+            kept = {"batch_stats"} & state.collections.keys()
+            collections |= {name: state.collections[name] for name in kept}
         updates, opt_state = self.optimizer.update(
-            gradients, state.opt_state, state.params
+            gradients, state.opt_state, trainable
+        )
+        params, part = part.replace(
+            optax.apply_updates(trainable, updates), state.params
         )
         new_state = state.replace(
             step=state.step + 1,
-            params=optax.apply_updates(state.params, updates),
+            params=params,
             opt_state=opt_state,
             collections=collections,
+            part=part,
         )
         metrics = {"loss": loss}
         if aux is not None:

@@ -8,6 +8,7 @@ import optax
 from flax import nnx
 
 from poet_jax.executors.host import Run
+from poet_jax.part import EVERYTHING, Part
 from poet_jax.plan import BudgetLike
 from poet_jax.training import (
     default_loss,
@@ -16,6 +17,7 @@ from poet_jax.training import (
 )
 from poet_jax.transform import Schedule, Scheduled
 from poet_jax.transform import schedule as schedule_function
+from poet_jax.update import UpdateLike, parse_update
 
 
 class ScheduledModules:
@@ -85,6 +87,39 @@ def _merge(structure: Any, variables: Any, rest: Any):
     return jax.tree.unflatten(tree, leaves), modules
 
 
+class PartOptimizer(nnx.Optimizer):
+    """An optimizer of a part of a model's parameters, whose state is of no others.
+
+    Attributes:
+      part: an `update.Part` of variables, as its channels and adapters are state.
+    """
+
+    def __init__(self, model: nnx.Module, tx: optax.GradientTransformation, part: Part):
+        def init(params):
+            return tx.init(part.split(nnx.as_pure(params)))
+
+        super().__init__(
+            model, optax.GradientTransformation(init, tx.update), wrt=nnx.Param
+        )
+        self.tx = tx
+        self.part = nnx.data(jax.tree.map(nnx.OptArray, part))
+
+    def update(self, model: nnx.Module, grads: Any, /, **kwargs: Any) -> Any:
+        """Update the part in place; `grads` are of its trainable tree."""
+        params = nnx.as_pure(nnx.state(model, self.wrt))
+        part = nnx.as_pure(self.part)
+        trainable = part.split(params)
+        updates, opt_state = self.tx.update(
+            grads, nnx.as_pure(self.opt_state), trainable, **kwargs
+        )
+        params, part = part.replace(optax.apply_updates(trainable, updates), params)
+        nnx.update(model, params)
+        nnx.update(self.opt_state, nnx.state(opt_state))
+        nnx.update(self.part, nnx.state(part))
+        self.step[...] += 1
+        return updates
+
+
 class TrainStep:
     """A training step of an nnx module; made by `train_step`.
 
@@ -97,35 +132,87 @@ class TrainStep:
         budget: BudgetLike,
         loss_fn: Callable[[Any, Any], Any] | None,
         optimizer: "optax.GradientTransformation | nnx.Optimizer | None",
+        update: UpdateLike | None = None,
         **options: Any,
     ):
         if optimizer is None:
             optimizer = default_optimizer()
-        if not isinstance(optimizer, nnx.Optimizer):
-            optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
         self.model = model
-        self.optimizer = optimizer
+        self.scheme = None if update is None else parse_update(update)
         self._loss_fn = loss_fn if loss_fn is not None else default_loss
         self._scheduled = schedule(self._update, budget, **options)
+        self._optimizer: Any = optimizer
+        if self.scheme is not None and isinstance(optimizer, nnx.Optimizer):
+            raise TypeError(
+                "An nnx.Optimizer was given together with update=. It has a state for "
+                "every parameter that it was made for, and that of a part is made for "
+                "the part. Give its optax transformation, optimizer=optimizer.tx."
+            )
+        if self.scheme is None and not isinstance(optimizer, nnx.Optimizer):
+            self._optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+        elif self.scheme is not None and not self.scheme.last:
+            self._choose(None)
+
+    @property
+    def optimizer(self) -> nnx.Optimizer:
+        """With the state of what is trained; AttributeError if that is unknown yet."""
+        if not isinstance(self._optimizer, nnx.Optimizer):
+            raise AttributeError(
+                "The optimizer of a step that trains the last blocks was asked for. "
+                "Its state is made when a batch shows what is used after them. Call "
+                "step.plan(batch) before."
+            )
+        return self._optimizer
+
+    def _choose(self, batch: Any) -> None:
+        """Make the optimizer, if not made, of the part that the scheme trains."""
+        if isinstance(self._optimizer, nnx.Optimizer):
+            return
+        assert self.scheme is not None
+        graphdef, params, rest = nnx.split(self.model, nnx.Param, ...)
+
+        def loss(params, rest, batch):
+            return self._loss(nnx.merge(graphdef, params, rest, copy=True), batch)[0]
+
+        part = self.scheme.of(nnx.as_pure(params), rest, batch, loss=loss)
+        self._optimizer = PartOptimizer(self.model, self._optimizer, part)
+
+    def _loss(self, model: nnx.Module, batch: Any) -> tuple[jax.Array, Any]:
+        return scalar_and_aux(self._loss_fn(model, batch))
 
     def _update(self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any):
         graphdef, params, rest = nnx.split(model, optimizer.wrt, ...)
+        part = EVERYTHING
+        if isinstance(optimizer, PartOptimizer):
+            part, params = nnx.as_pure((optimizer.part, params))
 
-        def loss_of(params, rest):
-            replica = nnx.merge(graphdef, params, rest, copy=True)
-            loss, aux = scalar_and_aux(self._loss_fn(replica, batch))
+        def loss_of(trainable, rest):
+            merged = part.merge(trainable, params)
+            replica = nnx.merge(graphdef, merged, rest, copy=True)
+            loss, aux = self._loss(replica, batch)
             _, _, rest = nnx.split(replica, optimizer.wrt, ...)
             return loss, (aux, rest)
 
         (loss, (aux, rest)), gradients = jax.value_and_grad(loss_of, has_aux=True)(
-            params, rest
+            part.split(params), rest
         )
+        if self.scheme is not None and self.scheme.statistics == "keep":
+            rest = nnx.filter_state(rest, nnx.Not(nnx.BatchStat))
         nnx.update(model, rest)
         optimizer.update(model, gradients)
         return loss if aux is None else (loss, aux)
 
+    def merged(self) -> nnx.Module:
+        """A copy of the model with adapters added to their kernels, to evaluate or
+        save."""
+        graphdef, params, rest = nnx.split(self.model, nnx.Param, ...)
+        part = getattr(self.optimizer, "part", EVERYTHING)
+        params = nnx.as_pure(part).merged(nnx.as_pure(params))
+        return nnx.merge(graphdef, params, rest, copy=True)
+
     def plan(self, batch: Any) -> Schedule:
         """The schedule for batches like `batch`, arrays or shapes; runs nothing."""
+        self._choose(batch)
         return self._scheduled.plan(self.model, self.optimizer, batch)
 
     @property
@@ -134,4 +221,5 @@ class TrainStep:
         return self._scheduled.last_run
 
     def __call__(self, batch: Any) -> Any:
+        self._choose(batch)
         return self._scheduled(self.model, self.optimizer, batch)

@@ -33,7 +33,7 @@ def stream(graph: Graph) -> Graph:
     storage, too, and rows of what is whole in RAM. Results are those of the node, to
     the bit.
     """
-    return _Streamer(graph).result()
+    return _Streamer(graph).result() if graph.landing else graph
 
 
 class _Streamer:

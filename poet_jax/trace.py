@@ -3,10 +3,11 @@
 This is the only file that knows the shape of a jaxpr.
 """
 
+import dataclasses
 import os
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -126,7 +127,7 @@ class _Builder:
             traced.in_tree,
             traced.out_tree,
         )
-        return _without_dead_code(graph)
+        return without_dead_code(graph)
 
     def value(self, aval, name: str) -> int:
         is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
@@ -260,11 +261,17 @@ def _argument_name(path) -> str:
     (positional, argument, *rest) = path
     root = "" if positional.idx else "arg"
     name = f"{root}{argument.key if hasattr(argument, 'key') else argument.idx}"
-    for key in rest:
-        part = getattr(key, "key", getattr(key, "name", getattr(key, "idx", None)))
-        if part not in ("value", None):
-            name += f"/{part}"
-    return name
+    return "/".join(filter(None, (name, path_name(rest))))
+
+
+def path_name(path: Iterable[Any]) -> str:
+    """The path of a leaf of a pytree, with "/" between its steps.
+
+    The value of an nnx variable is called as the variable itself.
+    """
+    own = (k for k in path if getattr(k, "name", None) != "value")
+    steps = (getattr(k, "key", getattr(k, "name", getattr(k, "idx", k))) for k in own)
+    return "/".join(map(str, steps))
 
 
 def _node_name(eqn, stack: str) -> str:
@@ -281,7 +288,7 @@ def _node_name(eqn, stack: str) -> str:
     return "/".join((*scopes[-2:], eqn.primitive.name))
 
 
-def _without_dead_code(graph: Graph) -> Graph:
+def without_dead_code(graph: Graph) -> Graph:
     """Drop nodes whose results nobody needs, and results that are not needed."""
     needed = set(graph.outputs)
     kept = []
@@ -292,29 +299,10 @@ def _without_dead_code(graph: Graph) -> Graph:
         outputs = tuple(
             o for v, o in zip(node.writes, node.outputs, strict=True) if v in needed
         )
-        kept.append(
-            Node(
-                node.name,
-                node.reads,
-                writes,
-                node.equations,
-                outputs,
-                node.backward,
-                node.repeatable,
-            )
-        )
+        kept.append(dataclasses.replace(node, writes=writes, outputs=outputs))
         needed.update(node.reads)
     constants = {v: array for v, array in graph.constants.items() if v in needed}
     return renumber(
-        Graph(
-            graph.values,
-            tuple(reversed(kept)),
-            graph.arguments,
-            graph.outputs,
-            constants,
-            graph.donated,
-            graph.in_tree,
-            graph.out_tree,
-        ),
-        reversed(kept),
+        dataclasses.replace(graph, nodes=tuple(kept[::-1]), constants=constants),
+        kept[::-1],
     )

@@ -9,6 +9,7 @@ import poet_jax.linen
 import poet_jax.nnx
 from poet_jax.plan import BudgetLike
 from poet_jax.training import LossFn
+from poet_jax.update import UpdateLike
 
 
 def train_step(
@@ -17,6 +18,7 @@ def train_step(
     *,
     loss_fn: LossFn | None = None,
     optimizer: Any = None,
+    update: UpdateLike | None = None,
     **schedule_options: Any,
 ) -> "poet_jax.nnx.TrainStep | poet_jax.linen.TrainStep":
     """A training step of `model` within a memory budget.
@@ -29,6 +31,9 @@ def train_step(
         `batch = (inputs, labels)`.
       optimizer: an optax transformation, `optax.adamw(1e-3)` by default, or for nnx an
         `nnx.Optimizer`.
+      update: which parameters to train: an `update.Update`, such as
+        `poet_jax.update.bias_only()`, or fractions by pattern of paths, such as
+        `{"**/bias": 1.0}`. By default all.
       schedule_options: device, planner and executor, as for `poet_jax.schedule`.
 
     Returns a step: see `poet_jax.nnx.TrainStep` and `poet_jax.linen.TrainStep`. Raises
@@ -44,4 +49,4 @@ def train_step(
             "nnx.Module or a linen.Module. For anything else write the step as a "
             "function and type poet_jax.schedule(step, budget, donate_argnums=0)."
         )
-    return kind(model, budget, loss_fn, optimizer, **schedule_options)
+    return kind(model, budget, loss_fn, optimizer, update, **schedule_options)

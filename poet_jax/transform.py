@@ -20,6 +20,7 @@ from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
 from poet_jax import explain, figures
+from poet_jax.associate import associate
 from poet_jax.cache import PlanCache
 from poet_jax.coarsen import coarsen
 from poet_jax.convolution import filter_gradients
@@ -36,6 +37,7 @@ from poet_jax.executors.whole import NotPlanned, WholeStep, whole_step
 from poet_jax.graph import Graph
 from poet_jax.machine import host
 from poet_jax.matrices import Matrices, matrices
+from poet_jax.narrow import narrow
 from poet_jax.order import order
 from poet_jax.paged import PagedArray, at_home
 from poet_jax.pareto import Front, pareto
@@ -267,7 +269,14 @@ def _whole_is_leaner(
 
 
 Pass = Callable[[Graph], Graph]
-PASSES: tuple[Pass, ...] = (order, filter_gradients)
+PASSES: tuple[Pass, ...] = (
+    narrow,
+    associate,
+    coarsen,
+    stream,
+    order,
+    filter_gradients,
+)
 
 
 class Scheduled:
@@ -425,7 +434,7 @@ class Scheduled:
         try:
             if paged:
                 args, kwargs = jax.tree.map(_shape_of_paged, (args, kwargs))
-            graph = coarsen(trace(self._jitted, *args, **kwargs))
+            graph = trace(self._jitted, *args, **kwargs)
         except CannotTrace as error:
             if not reason or isinstance(error, ClosesOverTracer):
                 raise
@@ -440,7 +449,7 @@ class Scheduled:
                     "executor that pages it. Use poet_jax.HostExecutor(store), or "
                     "np.asarray of that argument."
                 )
-            graph = stream(at_home(graph, paged))
+            graph = at_home(graph, paged)
         for change in self.passes:
             graph = change(graph)
         with jax.ensure_compile_time_eval():
@@ -575,9 +584,13 @@ def schedule(
       executor: `HostExecutor()` by default.
       plan_cache: a folder for plans and measured costs, so that a later start of the
         same job plans nothing; see `cache.PlanCache`.
-      passes: what is done to the coarsened graph, in turn: nodes into an order that
-        frees early, and filter gradients of convolutions into a form that XLA's CPU
-        backend computes fast. `passes=()` leaves the graph as it was traced.
+      passes: what is done to the graph of single equations, in turn. By default
+        `narrow` (a slice of a product becomes the product of a slice), `associate`
+        (products with thin matrices in the cheap order), `coarsen` (what XLA would fuse
+        becomes one node), `stream` (large updates of state on storage go block by
+        block), `order` (nodes free early) and `filter_gradients` (those of convolutions
+        in a form that XLA's CPU backend computes fast). `passes=()` leaves the graph as
+        it was traced, one equation per node.
       static_argnums, static_argnames, donate_argnums: as for `jax.jit`.
 
     Returns a `Scheduled`; its call raises BudgetTooSmall, CannotTrace, PageStoreError.

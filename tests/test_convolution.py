@@ -109,7 +109,7 @@ def test_it_is_a_pass_that_can_be_left_out(budget):
     schedule = functools.partial(
         poet_jax.schedule, fun, budget, device=DEVICE, planner=poet_jax.greedy
     )
-    with_it, without = schedule(), schedule(passes=(poet_jax.order,))
+    with_it, without = schedule(), schedule(passes=(poet_jax.coarsen, poet_jax.order))
     args = KERNEL * 0.01, jax.random.normal(jax.random.key(0), IMAGE.shape)
     assert with_it.plan(*args).graph.is_lowered
     assert not without.plan(*args).graph.is_lowered

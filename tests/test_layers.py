@@ -14,8 +14,8 @@ LAYERS = """
     planners.repair planners.worker planners.solver planners.objective planners.cuts
     planners.formulation planners.milp planners.paper executors executors.buffers
     executors.host executors.whole explain reasons timeline matrices figures dot
-    perfetto report stream state
-    pareto cache transform training nnx linen train_step
+    perfetto report stream rewrite narrow associate state
+    pareto cache transform training part blocks update nnx linen train_step
     __init__
 """.split()
 
