@@ -21,7 +21,6 @@ import csv
 import itertools
 import logging
 import pathlib
-from typing import Any
 
 import numpy as np
 from absl import app, flags
@@ -31,7 +30,7 @@ from experiments import points
 from experiments.steps import read_rows
 from poet_jax.figures import new_figure
 from poet_jax.paged import at_home
-from poet_jax.planners.judge import floor_bytes, judge, keep_everything
+from poet_jax.planners.judge import keep_everything
 
 QUESTIONS = ("ram", "instances", "deadline", "smallest", "rules")
 QUESTION = flags.DEFINE_enum("question", None, QUESTIONS, "What to ask.")
@@ -180,63 +179,9 @@ def rules(path: pathlib.Path) -> None:
                 name = {"instance": instance.stem, "share": share, "deadline": deadline}
                 if tuple(map(str, name.values())) not in done:
                     limit = TIME_LIMIT.value
-                    row = rules_row(graph, costs, share, deadline, limit)
+                    row = points.rules_row(graph, costs, share, deadline, limit)
                     writer.writerow(row | name)
                     file.flush()
-
-
-def rules_row(
-    graph: poet_jax.Graph,
-    costs: poet_jax.Costs,
-    share: int,
-    deadline: float,
-    limit: float,
-) -> dict[str, Any]:
-    """A plan by the published rules, with what the simulator says of it, and ours."""
-    most = keep_everything(graph, costs).usage.peak_bytes
-    least = floor_bytes(graph, costs)
-    memory_bytes = int(least + (most - least) * share / 100)
-    seconds = deadline * float(costs.seconds.sum())
-    budget = poet_jax.Budget(memory_bytes, seconds)
-    row: dict[str, Any] = {
-        "nodes": len(graph.nodes),
-        "memory_bytes": memory_bytes,
-        "deadline_seconds": seconds,
-    }
-    try:
-        plan = poet_jax.PaperPlanner("HIGHS", time_limit_seconds=6 * limit)(
-            graph, costs, budget
-        )
-        usage = judge(graph, costs, plan.actions).usage
-        over = [
-            name
-            for name, bad in (
-                ("memory", usage.peak_bytes > memory_bytes),
-                ("deadline", usage.seconds > seconds),
-            )
-            if bad
-        ]
-        row |= {
-            "published_status": plan.status.name,
-            "published_joules": plan.objective,
-            "peak_bytes": usage.peak_bytes,
-            "seconds": usage.seconds,
-            "refuted": " ".join(over),
-        }
-    except poet_jax.BudgetTooSmall:
-        row["published_status"] = "IMPOSSIBLE"
-    try:
-        planner = poet_jax.MilpPlanner(time_limit_seconds=limit, progress=False)
-        plan = planner(graph, costs, budget)
-        usage = judge(graph, costs, plan.actions).usage
-        row |= {
-            "milp_status": plan.status.name,
-            "milp_joules": plan.objective,
-            "milp_seconds": usage.seconds,
-        }
-    except poet_jax.BudgetTooSmall as error:
-        row["milp_status"] = "IMPOSSIBLE" if error.exact else "NONE"
-    return row
 
 
 # Okabe and Ito's colours, which are told apart without red or green.

@@ -18,7 +18,7 @@ from tqdm import tqdm
 import poet_jax
 from experiments import baselines
 from experiments.steps import flax_case, read_rows, training_step
-from poet_jax.planners.judge import keep_everything
+from poet_jax.planners.judge import floor_bytes, judge, keep_everything
 from poet_jax.transform import PASSES
 
 
@@ -259,3 +259,57 @@ def grid(
             ),
         )
     )  # fmt: skip
+
+
+def rules_row(
+    graph: poet_jax.Graph,
+    costs: poet_jax.Costs,
+    share: int,
+    deadline: float,
+    limit: float,
+) -> dict[str, Any]:
+    """A plan by the published rules, with what the simulator says of it, and ours."""
+    most = keep_everything(graph, costs).usage.peak_bytes
+    least = floor_bytes(graph, costs)
+    memory_bytes = int(least + (most - least) * share / 100)
+    seconds = deadline * float(costs.seconds.sum())
+    budget = poet_jax.Budget(memory_bytes, seconds)
+    row: dict[str, Any] = {
+        "nodes": len(graph.nodes),
+        "memory_bytes": memory_bytes,
+        "deadline_seconds": seconds,
+    }
+    try:
+        plan = poet_jax.PaperPlanner("HIGHS", time_limit_seconds=6 * limit)(
+            graph, costs, budget
+        )
+        usage = judge(graph, costs, plan.actions).usage
+        over = [
+            name
+            for name, bad in (
+                ("memory", usage.peak_bytes > memory_bytes),
+                ("deadline", usage.seconds > seconds),
+            )
+            if bad
+        ]
+        row |= {
+            "published_status": plan.status.name,
+            "published_joules": plan.objective,
+            "peak_bytes": usage.peak_bytes,
+            "seconds": usage.seconds,
+            "refuted": " ".join(over),
+        }
+    except poet_jax.BudgetTooSmall:
+        row["published_status"] = "IMPOSSIBLE"
+    try:
+        planner = poet_jax.MilpPlanner(time_limit_seconds=limit, progress=False)
+        plan = planner(graph, costs, budget)
+        usage = judge(graph, costs, plan.actions).usage
+        row |= {
+            "milp_status": plan.status.name,
+            "milp_joules": plan.objective,
+            "milp_seconds": usage.seconds,
+        }
+    except poet_jax.BudgetTooSmall as error:
+        row["milp_status"] = "IMPOSSIBLE" if error.exact else "NONE"
+    return row

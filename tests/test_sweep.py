@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from strategies import attempt, budgeted_graphs
 
 import poet_jax
-from experiments import baselines, paper, points
+from experiments import baselines, points
 from experiments.steps import read_rows
 from poet_jax.graph import write_instance
 from poet_jax.planners.judge import fits
@@ -94,7 +94,7 @@ def test_published_rules_are_judged_by_the_simulator(tmp_path):
     write_instance(path, poet_jax.Graph(values, nodes), [cost] * 3)
     graph, costs = poet_jax.load_instance(path)
     graph = dataclasses.replace(graph, outputs=(2,))
-    row = paper.rules_row(graph, costs, 75, 4.0, 2.0)
+    row = points.rules_row(graph, costs, 75, 4.0, 2.0)
     assert row["milp_status"] in ("OPTIMAL", "IMPOSSIBLE")
     if row["published_status"] != "IMPOSSIBLE":
         over = int(row["peak_bytes"]) > row["memory_bytes"]
