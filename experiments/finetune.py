@@ -59,8 +59,8 @@ SCHEMES: dict[str, tuple[Update, float]] = {
     "last_blocks_1": (last_blocks(1), 1e-3),
     "last_blocks_2": (last_blocks(2), 1e-3),
     "lora_8": (Update(HEAD, ranks={"blocks/**/kernel": 8}), 2e-3),
-    # As PockEngine chose for its transformers: biases, attention and the first layer
-    # of each feed-forward network, in the later blocks; here a half of its channels.
+    # After PockEngine's choice for transformers: biases, attention and the first layer
+    # of each feed-forward network, in later blocks; here with half of its channels.
     "pockengine": (
         Update(
             {
@@ -355,11 +355,14 @@ def main(argv: list[str]) -> None:
     except (ValueError, ModuleNotFoundError) as error:
         raise SystemExit(str(error)) from error
     for key in keys if len(keys) > 1 else []:
-        subprocess.run(  # what one row leaves in memory is not the next one's
-            [sys.executable, "-m", "experiments.finetune", *sys.argv[1:],
-             f"--update={key['update']}", f"--budget={key['budget']}"],
+        others = ("pairs", "time_limit", "plan_cache", "output", "verbosity")
+        asked = key | {name: flags.FLAGS[name].value for name in others}
+        # What one row leaves in memory is not the next one's.
+        subprocess.run(
+            [sys.executable, "-m", "experiments.finetune"]
+            + [f"--{name}={value}" for name, value in asked.items()],
             check=True,
-        )  # fmt: skip
+        )
     plot(read_rows(path), folder / "schemes.png")
 
 
