@@ -240,8 +240,12 @@ def _lines(axis, rows: list[dict[str, str]], x: str) -> None:
                 places, np.maximum(extra, LEAST), marker=marker, color=colour,
                 label=name, markersize=4, linewidth=0.9,
             )  # fmt: skip
-    none = {float(r[x]) for r in rows} - {float(r[x]) for r in rows if r["joules"]}
-    for place in none:
+    places = sorted({float(r[x]) for r in rows})
+    none = sorted({*places} - {float(r[x]) for r in rows if r["joules"]})
+    close = 0.04 * (places[-1] - places[0])  # one text for several
+    for place in (
+        b for a, b in zip([-1.0, *none], none, strict=False) if b - a > close
+    ):
         axis.text(
             place, LEAST * 1.2, "no plan", rotation=90, fontsize=6, color="#555555",
             ha="center", va="bottom",

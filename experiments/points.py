@@ -18,7 +18,7 @@ from tqdm import tqdm
 import poet_jax
 from experiments import baselines
 from experiments.steps import flax_case, read_rows, training_step
-from poet_jax.planners.judge import floor_bytes, judge, keep_everything
+from poet_jax.planners.judge import floor_bytes, is_too_late, judge, keep_everything
 from poet_jax.transform import PASSES
 
 
@@ -189,7 +189,7 @@ class Sweep:
         plan = self._plan(point.planner, graph, costs, budget)
         row["planning_seconds"] = f"{time.monotonic() - start:.2f}"
         if isinstance(plan, poet_jax.BudgetTooSmall):
-            status = "IMPOSSIBLE" if plan.exact else "NONE"
+            status = verdict(plan, costs, budget)
             return row | {"status": status, "reason": str(plan)}
         program = poet_jax.lower(graph, plan)
         usage = poet_jax.simulate(program, costs)
@@ -206,12 +206,18 @@ class Sweep:
     def _plan(self, name: str, graph, costs, budget):
         key = name, budget
         if key not in self._last:
-            planner = self.planners[name]
+            planner, parts = self.planners[name], [name]
             if name == "milp":  # it may do all that the others may
+                parts += ["paging", "remat"]
+                for part in parts[1:]:
+                    self._plan(part, graph, costs, budget)
+            if isinstance(planner, poet_jax.MilpPlanner):
                 plans = [
-                    self._plan(x, graph, costs, budget) for x in ("paging", "remat")
+                    plan
+                    for (part, asked), plan in self._last.items()
+                    if part in parts and within(asked, budget)
+                    if isinstance(plan, poet_jax.Plan)
                 ]
-                plans = [x for x in plans if isinstance(x, poet_jax.Plan)]
                 best = min(plans, key=lambda plan: plan.objective, default=None)
                 planner = functools.partial(planner, start=best)
             try:
@@ -219,6 +225,20 @@ class Sweep:
             except poet_jax.BudgetTooSmall as error:
                 self._last[key] = error
         return self._last[key]
+
+
+def verdict(
+    error: poet_jax.BudgetTooSmall, costs: poet_jax.Costs, budget: poet_jax.Budget
+) -> str:
+    """IMPOSSIBLE where that is proven, and NONE where no plan was found."""
+    too_small = budget.memory_bytes < error.least_bytes
+    return "IMPOSSIBLE" if too_small or is_too_late(costs, budget) else "NONE"
+
+
+def within(smaller: poet_jax.Budget, larger: poet_jax.Budget) -> bool:
+    """Whether what holds the first budget holds the second."""
+    pairs = zip(dataclasses.astuple(smaller), dataclasses.astuple(larger), strict=True)
+    return all((math.inf if a is None else a) <= (b or math.inf) for a, b in pairs)
 
 
 def run(
@@ -311,5 +331,5 @@ def rules_row(
             "milp_seconds": usage.seconds,
         }
     except poet_jax.BudgetTooSmall as error:
-        row["milp_status"] = "IMPOSSIBLE" if error.exact else "NONE"
+        row["milp_status"] = verdict(error, costs, budget)
     return row
