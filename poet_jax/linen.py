@@ -22,7 +22,8 @@ from poet_jax.training import (
 )
 from poet_jax.transform import Schedule
 from poet_jax.transform import schedule as schedule_function
-from poet_jax.update import UpdateLike, parse_update
+from poet_jax.update.scheme import UpdateLike, parse_update
+from poet_jax.update.search import Beneath
 
 
 class TrainState(struct.PyTreeNode):
@@ -191,6 +192,12 @@ class TrainStep:
     def plan(self, state: TrainState, batch: Any) -> Schedule:
         """The schedule for states and batches like these, or their shapes."""
         return self._scheduled.plan(state, batch)
+
+    def beneath(self, state: TrainState, batch: Any) -> Beneath:
+        """The step as a function of arrays, for `update.search`."""
+        args = state, batch
+        part = state.part
+        return Beneath(self._scheduled, args, self.scheme, part, ("0/0", "0"), "params")
 
     @property
     def last_run(self) -> Run | None:

@@ -17,7 +17,8 @@ from poet_jax.training import (
 )
 from poet_jax.transform import Schedule, Scheduled
 from poet_jax.transform import schedule as schedule_function
-from poet_jax.update import UpdateLike, parse_update
+from poet_jax.update.scheme import UpdateLike, parse_update
+from poet_jax.update.search import Beneath
 
 
 class ScheduledModules:
@@ -32,6 +33,10 @@ class ScheduledModules:
         """The schedule for arguments like these; runs nothing."""
         structure, variables, rest, _ = _split(args)
         return self._scheduled.plan(structure, variables, rest)
+
+    def beneath(self, *args: Any) -> tuple[Scheduled, tuple[Any, ...]]:
+        """The scheduled function of arrays, and its arguments for these."""
+        return self._scheduled, _split(args)[:3]
 
     @property
     def last_run(self) -> Run | None:
@@ -214,6 +219,13 @@ class TrainStep:
         """The schedule for batches like `batch`, arrays or shapes; runs nothing."""
         self._choose(batch)
         return self._scheduled.plan(self.model, self.optimizer, batch)
+
+    def beneath(self, batch: Any) -> Beneath:
+        """The step as a function of arrays, for `update.search`."""
+        self._choose(batch)
+        part = nnx.as_pure(getattr(self.optimizer, "part", EVERYTHING))
+        scheduled, args = self._scheduled.beneath(self.model, self.optimizer, batch)
+        return Beneath(scheduled, args, self.scheme, part, ("0/0", "0"), "0")
 
     @property
     def last_run(self) -> Run | None:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -63,6 +63,15 @@ class Costs:
                     f"Costs were given {name}={cost} for {where}. A cost is a finite, "
                     "non-negative number in SI units. Correct that entry."
                 )
+
+    def of(self, nodes: Sequence[int], values: Sequence[int]) -> "Costs":
+        """Of some of the nodes and values, in this order."""
+        parts = {
+            name: np.asarray(costs)[list(nodes if name in _OF_NODES else values)]
+            for name, costs in vars(self).items()
+            if np.ndim(costs)
+        }
+        return dataclasses.replace(self, **parts)
 
     def __str__(self) -> str:
         return (

@@ -9,7 +9,7 @@ import poet_jax.linen
 import poet_jax.nnx
 from poet_jax.plan import BudgetLike
 from poet_jax.training import LossFn
-from poet_jax.update import UpdateLike
+from poet_jax.update.scheme import UpdateLike
 
 
 def train_step(

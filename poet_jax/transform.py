@@ -343,7 +343,8 @@ class Scheduled:
 
         As `poet_jax.pareto`; nothing runs, as in `plan`.
         """
-        return pareto(*self._priced(args, kwargs), budgets, self.planner)
+        graph, costs = self.priced(self._traced(args, kwargs))
+        return pareto(graph, costs, budgets, self.planner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runner = self._last_runner
@@ -386,7 +387,7 @@ class Scheduled:
             reason = _difference(self._latest, key)
             if reason:
                 logger.warning("planning %s again: %s", self._name, reason)
-            graph, costs = self._priced(args, kwargs, reason)
+            graph, costs = self.priced(self._traced(args, kwargs, reason))
             planner = self.planner
             if self._cache is not None:
                 planner = functools.partial(self._cache.plan, planner)
@@ -428,7 +429,24 @@ class Scheduled:
 
         return fun
 
-    def _priced(self, args, kwargs, reason: str = "") -> tuple[Graph, Costs]:
+    def traced(self, *args: Any, **kwargs: Any) -> Graph:
+        """The graph for arguments like these, of single equations, before any pass.
+
+        Raises CannotTrace.
+        """
+        return self._traced(args, kwargs)
+
+    def priced(self, graph: Graph) -> tuple[Graph, Costs]:
+        """What the passes make of a graph of single equations, and its costs."""
+        for change in self.passes:
+            graph = change(graph)
+        with jax.ensure_compile_time_eval():
+            if self._cache is not None:
+                return graph, self._cache.costs(graph, self.device)
+            device = self.device if self.device is not None else host()
+            return graph, price(graph, device)
+
+    def _traced(self, args, kwargs, reason: str = "") -> Graph:
         leaves = jax.tree.leaves(self._static.remove(args, kwargs))
         paged = [n for n, x in enumerate(leaves) if isinstance(x, PagedArray)]
         try:
@@ -441,22 +459,16 @@ class Scheduled:
             raise CannotTrace(
                 f"{error} What changed since the last call: {reason}."
             ) from error
-        if paged:
-            if not hasattr(self.executor, "store"):
-                raise ValueError(
-                    f"{self._name} was called with a PagedArray, and its executor, "
-                    f"{self.executor!r}, has no store. State on storage needs an "
-                    "executor that pages it. Use poet_jax.HostExecutor(store), or "
-                    "np.asarray of that argument."
-                )
-            graph = at_home(graph, paged)
-        for change in self.passes:
-            graph = change(graph)
-        with jax.ensure_compile_time_eval():
-            if self._cache is not None:
-                return graph, self._cache.costs(graph, self.device)
-            device = self.device if self.device is not None else host()
-            return graph, price(graph, device)
+        if not paged:
+            return graph
+        if not hasattr(self.executor, "store"):
+            raise ValueError(
+                f"{self._name} was called with a PagedArray, and its executor, "
+                f"{self.executor!r}, has no store. State on storage needs an "
+                "executor that pages it. Use poet_jax.HostExecutor(store), or "
+                "np.asarray of that argument."
+            )
+        return at_home(graph, paged)
 
 
 @functools.cache

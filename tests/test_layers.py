@@ -11,11 +11,13 @@ LAYERS = """
     device devices.paper devices machine lowerings node_costs price plan program
     simulate fuse
     planners planners.judge planners.keep_all planners.sqrt planners.greedy
-    planners.repair planners.worker planners.solver planners.objective planners.cuts
+    planners.repair planners.worker planners.solver planners.objective
+    planners.choice planners.cuts
     planners.formulation planners.milp planners.paper executors executors.buffers
     executors.host executors.whole explain reasons timeline matrices figures dot
     perfetto report stream rewrite narrow associate state
-    pareto cache transform training part blocks update nnx linen train_step
+    pareto cache transform training part blocks update.scheme update.search update
+    nnx linen train_step
     __init__
 """.split()
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from poet_jax.graph import Graph
 from poet_jax.plan import Budget, Compute, PageIn, Stages
+from poet_jax.planners.choice import Choice, Chosen
 from poet_jax.planners.judge import Judged, judge
 from poet_jax.planners.objective import minimise
 from poet_jax.planners.solver import Model, xsum
@@ -40,6 +41,7 @@ class Cuts:
       reserve_bytes: left free at every cut. With it the minimum is no bound.
       horizon: nodes that run again are at most so many before one whose results a
         segment reads; None for no limit. With it the minimum is no bound.
+      choice: what may be left out. With it the objective is what that would gain.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Cuts:
         nodes: Iterable[int],
         reserve_bytes: int = 0,
         horizon: int | None = None,
+        choice: Choice | None = None,
     ):
         self.graph, self.costs, self.budget = graph, costs, budget
         self.planner, self.horizon = planner, horizon
@@ -66,19 +69,27 @@ class Cuts:
         self.r: dict[tuple[int, int], Any] = {}
         self.page_in: dict[tuple[int, int], Any] = {}
         self.page_out: dict[int, Any] = {}
-        self.needed = [set() for _ in range(self.last + 1)]
+        self.chosen = None if choice is None else Chosen(self.model, choice)
+        # In each segment: whether the base nodes there that read a value run.
+        self.needed: list[dict[int, list[Any]]] = [{} for _ in range(self.last + 1)]
         for stage in range(len(graph.nodes) + 1):
             segment = self.segment(stage)
-            self.needed[segment].update(
-                v for v in self.reads(stage) if self.is_older(v, segment)
-            )
+            for v, runs in self.needs(stage):
+                known = self.needed[segment].setdefault(v, [])
+                if self.is_older(v, segment) and not any(x is runs for x in known):
+                    known.append(runs)
+        self.needed = [{v: x for v, x in y.items() if x} for y in self.needed]
         self._variables()
         self._source_rows()
         for segment in range(1, self.last, 1 if horizon is None else 3):
             self._window_rows(segment)
         self._memory_rows(reserve_bytes)
         self._store_rows()
-        if budget is None:
+        if self.chosen is not None:
+            self.unit = 1.0
+            self.model.objective = self.chosen.loss()
+            self._deadline_rows()
+        elif budget is None:
             self.unit = self.memory_unit
             self.model.objective = self.memory * 1.0
         else:
@@ -112,6 +123,34 @@ class Cuts:
             return self.graph.nodes[stage].reads
         return self.graph.returned
 
+    def runs(self, stage: int) -> Any:
+        """Whether a base node runs: 1, but for what may be left out."""
+        return 1 if self.chosen is None else self.chosen.runs(stage)
+
+    def needs(self, stage: int) -> list[tuple[int, Any]]:
+        """(value, whether it is read) of what a base node may read."""
+        if stage < len(self.graph.nodes) or self.chosen is None:
+            runs = self.runs(stage) if stage < len(self.graph.nodes) else 1
+            return [(v, runs) for v in self.reads(stage)]
+        return self.chosen.returned(self.graph.returned)
+
+    def _deadline_rows(self) -> None:
+        """(11) of the base nodes that run."""
+        assert self.chosen is not None
+        if self.budget is None or self.budget.seconds is None:
+            return
+        costs = self.costs
+        again = xsum(float(costs.seconds[i]) * y for (i, _), y in self.r.items())
+        seconds = self.chosen.seconds(costs.seconds) + again
+        self.model += seconds <= self.budget.seconds
+        loads = xsum(
+            float(costs.page_in_seconds[v]) * y for (v, _), y in self.page_in.items()
+        )
+        stores = xsum(
+            float(costs.page_out_seconds[v]) * y for v, y in self.page_out.items()
+        )
+        self.model += loads + stores <= self.budget.seconds
+
     def _variables(self) -> None:
         """From the last segment back: what it or a later one may need, and from
         where."""
@@ -119,7 +158,7 @@ class Cuts:
         for segment in range(self.last, -1, -1):
             later = {v for v in later if self.is_older(v, segment)}
             needed = self.needed[segment]
-            wanted = needed if self.horizon is not None else later | needed
+            wanted = set(needed) if self.horizon is not None else later | set(needed)
             nodes = self.ancestors(wanted)
             touched = set(needed)
             if segment:  # what the node of the cut needs may go right after it
@@ -173,8 +212,9 @@ class Cuts:
     def _source_rows(self) -> None:
         model, stored = self.model, self.graph.stored
         for segment, needed in enumerate(self.needed):
-            for v in needed if segment else needed.intersection(stored):
-                model += self.sources(v, segment) >= 1  # (13)
+            for v in needed if segment else stored.keys() & needed.keys():
+                for runs in needed[v]:
+                    model += self.sources(v, segment) >= runs  # (13)
         for (node, segment), again in self.r.items():
             for v in self.graph.nodes[node].reads:
                 if (segment or v in stored) and self.is_older(v, segment):
@@ -214,9 +254,15 @@ class Cuts:
             )
             return xsum(way for way in ways if way is not None)
 
-        for v in set().union(*(self.needed[k] for k in segments[1:])):
-            if self.is_older(v, start):
-                model += sources(v) >= 1
+        wanted = {
+            (v, id(runs)): runs
+            for k in segments[1:]
+            for v, reads in self.needed[k].items()
+            for runs in reads
+            if self.is_older(v, start)
+        }
+        for (v, _), runs in wanted.items():
+            model += sources(v) >= runs
         while todo:
             node = todo.pop()
             for v in graph.nodes[node].reads:
@@ -234,17 +280,17 @@ class Cuts:
         pinned = sum(nbytes[v] for v in graph.pinned)
         held: dict[int, list[Any]] = {cut: [] for cut in range(1, self.last + 1)}
         for (v, cut), kept in self.x.items():
-            node = graph.nodes[self.nodes[cut - 1]]
-            if v in node.reads or v in node.writes:
-                self.model += kept >= 1
-            else:
-                held[cut].append(nbytes[v] / unit * kept)
+            held[cut].append(nbytes[v] / unit * kept)
         for cut, number in enumerate(self.nodes, start=1):
-            node = graph.nodes[number]
-            own = {*node.reads, *node.writes} - graph.pinned
-            fixed = pinned + sum(nbytes[v] for v in own)
-            fixed += int(self.costs.workspace_bytes[number])
-            self.model += xsum(held[cut]) + fixed / unit <= self.memory
+            node, runs = graph.nodes[number], self.runs(number)
+            own_bytes = int(self.costs.workspace_bytes[number])
+            for v in {*node.reads, *node.writes} - graph.pinned:
+                if (v, cut) in self.x:
+                    self.model += self.x[v, cut] >= runs
+                else:
+                    own_bytes += nbytes[v]
+            total = xsum([*held[cut], own_bytes / unit * runs])
+            self.model += total + pinned / unit <= self.memory
 
     def _store_rows(self) -> None:
         """(19) Room on storage at each cut: what is still to be paged in."""

@@ -250,8 +250,7 @@ def parse_update(update: Any) -> Update:
 
 def _matching(pattern: str, paths: Iterable[str]) -> list[str]:
     """The paths that a pattern matches; ValueError if none do."""
-    steps = pattern.split("/")
-    matching = [path for path in paths if _matches(steps, path.split("/"))]
+    matching = [path for path in paths if matches(pattern, path)]
     if not matching:
         near = difflib.get_close_matches(pattern, list(paths), n=3, cutoff=0.0)
         raise ValueError(
@@ -262,15 +261,20 @@ def _matching(pattern: str, paths: Iterable[str]) -> list[str]:
     return matching
 
 
-def _matches(pattern: Sequence[str], path: Sequence[str]) -> bool:
+def matches(pattern: str, path: str) -> bool:
+    """Whether a pattern of an `Update` matches a path."""
+    return _steps_match(pattern.split("/"), path.split("/"))
+
+
+def _steps_match(pattern: Sequence[str], path: Sequence[str]) -> bool:
     if not pattern:
         return not path
     if pattern[0] == "**":
-        return any(_matches(pattern[1:], path[n:]) for n in range(len(path) + 1))
+        return any(_steps_match(pattern[1:], path[n:]) for n in range(len(path) + 1))
     return (
         bool(path)
         and fnmatch.fnmatchcase(path[0], pattern[0])
-        and _matches(pattern[1:], path[1:])
+        and _steps_match(pattern[1:], path[1:])
     )
 
 

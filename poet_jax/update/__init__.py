@@ -1,0 +1,26 @@
+"""Sparse backpropagation: schemes of what to train, and the search for a good one."""
+
+from poet_jax.update.scheme import (
+    Update,
+    UpdateLike,
+    bias_only,
+    full,
+    last_blocks,
+    lora,
+    parse_update,
+)
+from poet_jax.update.search import Found, contributions, evolve, search
+
+__all__ = [
+    "Found",
+    "Update",
+    "UpdateLike",
+    "bias_only",
+    "contributions",
+    "evolve",
+    "full",
+    "last_blocks",
+    "lora",
+    "parse_update",
+    "search",
+]
