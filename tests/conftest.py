@@ -1,6 +1,9 @@
-"""One hypothesis profile for all tests: the same examples on every run."""
+"""One hypothesis profile for all tests, and one cache of what XLA compiled."""
+
+import os
 
 import hypothesis
+import jax
 import pytest
 
 import poet_jax
@@ -22,6 +25,18 @@ hypothesis.settings.load_profile("poet_jax")
 
 # The tests' arrays are small, and they are to take the way that large ones take.
 poet_jax.compile.RECYCLED_BYTES = 1
+
+
+def pytest_configure(config):
+    """Tests compile much alike, in processes of their own: JAX keeps it on disk."""
+    options = {
+        "jax_compilation_cache_dir": str(config.cache.mkdir("jax")),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in options.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)  # of experiments that tests start
 
 
 @pytest.fixture(autouse=True, scope="session")
