@@ -320,7 +320,7 @@ def rules_row(
             "refuted": " ".join(over),
         }
     except poet_jax.BudgetTooSmall:
-        row["published_status"] = "IMPOSSIBLE"
+        row["published_status"] = "NONE"  # found in its time
     try:
         planner = poet_jax.MilpPlanner(time_limit_seconds=limit, progress=False)
         plan = planner(graph, costs, budget)
