@@ -5,6 +5,7 @@ from poet_jax.associate import associate
 from poet_jax.coarsen import coarsen
 from poet_jax.convolution import filter_gradients
 from poet_jax.device import DeviceProfile
+from poet_jax.effects import Effect, Effects, effects
 from poet_jax.errors import BudgetTooSmall, CannotTrace, PageStoreError, PlanInvalid
 from poet_jax.executors.host import HostExecutor, Run
 from poet_jax.explain import sizes
@@ -47,6 +48,8 @@ __all__ = [
     "Compute",
     "Costs",
     "DeviceProfile",
+    "Effect",
+    "Effects",
     "FileStore",
     "Free",
     "Front",
@@ -75,6 +78,7 @@ __all__ = [
     "associate",
     "coarsen",
     "devices",
+    "effects",
     "fastest",
     "filter_gradients",
     "fuse",

@@ -7,6 +7,7 @@ import jax
 import optax
 from flax import nnx
 
+from poet_jax.effects import Effects
 from poet_jax.executors.host import Run
 from poet_jax.part import EVERYTHING, Part
 from poet_jax.plan import BudgetLike
@@ -32,6 +33,11 @@ class ScheduledModules:
         """The schedule for arguments like these; runs nothing."""
         structure, variables, rest, _ = _split(args)
         return self._scheduled.plan(structure, variables, rest)
+
+    def effects(self, *args: Any) -> Effects:
+        """What each pass makes of the graph for arguments like these."""
+        structure, variables, rest, _ = _split(args)
+        return self._scheduled.effects(structure, variables, rest)
 
     @property
     def last_run(self) -> Run | None:
@@ -214,6 +220,11 @@ class TrainStep:
         """The schedule for batches like `batch`, arrays or shapes; runs nothing."""
         self._choose(batch)
         return self._scheduled.plan(self.model, self.optimizer, batch)
+
+    def effects(self, batch: Any) -> Effects:
+        """What each pass makes of the step's graph; see `Scheduled.effects`."""
+        self._choose(batch)
+        return self._scheduled.effects(self.model, self.optimizer, batch)
 
     @property
     def last_run(self) -> Run | None:

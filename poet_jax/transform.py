@@ -26,6 +26,7 @@ from poet_jax.coarsen import coarsen
 from poet_jax.convolution import filter_gradients
 from poet_jax.device import DeviceProfile
 from poet_jax.dot import write_dot
+from poet_jax.effects import Effects, effects
 from poet_jax.errors import (
     BudgetTooSmall,
     CannotTrace,
@@ -345,6 +346,17 @@ class Scheduled:
         """
         return pareto(*self._priced(args, kwargs), budgets, self.planner)
 
+    def effects(self, *args: Any, **kwargs: Any) -> Effects:
+        """What each pass makes of the graph for arguments like these: prints as a
+        table.
+
+        As `poet_jax.effects`, which also says what that takes; nothing runs, as in
+        `plan`.
+        """
+        graph = self._traced(args, kwargs)
+        with jax.ensure_compile_time_eval():
+            return effects(graph, self.passes, self.device or host())
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runner = self._last_runner
         if isinstance(runner, WholeStep) and get_opaque_trace_state() == _eager():
@@ -428,7 +440,7 @@ class Scheduled:
 
         return fun
 
-    def _priced(self, args, kwargs, reason: str = "") -> tuple[Graph, Costs]:
+    def _traced(self, args, kwargs, reason: str = "") -> Graph:
         leaves = jax.tree.leaves(self._static.remove(args, kwargs))
         paged = [n for n, x in enumerate(leaves) if isinstance(x, PagedArray)]
         try:
@@ -450,6 +462,10 @@ class Scheduled:
                     "np.asarray of that argument."
                 )
             graph = at_home(graph, paged)
+        return graph
+
+    def _priced(self, args, kwargs, reason: str = "") -> tuple[Graph, Costs]:
+        graph = self._traced(args, kwargs, reason)
         for change in self.passes:
             graph = change(graph)
         with jax.ensure_compile_time_eval():
@@ -586,11 +602,11 @@ def schedule(
         same job plans nothing; see `cache.PlanCache`.
       passes: what is done to the graph of single equations, in turn. By default
         `narrow` (a slice of a product becomes the product of a slice), `associate`
-        (products with thin matrices in the cheap order), `coarsen` (what XLA would fuse
-        becomes one node), `stream` (large updates of state on storage go block by
-        block), `order` (nodes free early) and `filter_gradients` (those of convolutions
-        in a form that XLA's CPU backend computes fast). `passes=()` leaves the graph as
-        it was traced, one equation per node.
+        (products with thin matrices in the cheap order), `coarsen` (what XLA would fuse becomes one node), `stream`
+        (large updates of state on storage go block by block), `order` (nodes free
+        early) and `filter_gradients` (those of convolutions in a form that XLA's CPU
+        backend computes fast). `passes=()` leaves the graph as it was traced, one
+        equation per node; `Scheduled.effects` shows what each does.
       static_argnums, static_argnames, donate_argnums: as for `jax.jit`.
 
     Returns a `Scheduled`; its call raises BudgetTooSmall, CannotTrace, PageStoreError.

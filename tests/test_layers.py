@@ -13,7 +13,7 @@ LAYERS = """
     planners planners.judge planners.keep_all planners.sqrt planners.greedy
     planners.repair planners.worker planners.solver planners.objective planners.cuts
     planners.formulation planners.milp planners.paper executors executors.buffers
-    executors.host executors.whole explain reasons timeline matrices figures dot
+    executors.host executors.whole explain effects reasons timeline matrices figures dot
     perfetto report stream rewrite narrow associate state
     pareto cache transform training part blocks update nnx linen train_step
     __init__
