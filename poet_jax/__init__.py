@@ -9,6 +9,7 @@ from poet_jax.effects import Effect, Effects, effects
 from poet_jax.errors import BudgetTooSmall, CannotTrace, PageStoreError, PlanInvalid
 from poet_jax.executors.host import HostExecutor, Run
 from poet_jax.explain import sizes
+from poet_jax.fold import fold
 from poet_jax.fuse import fuse
 from poet_jax.graph import Graph, Node, Value
 from poet_jax.lowerings import fastest
@@ -81,6 +82,7 @@ __all__ = [
     "effects",
     "fastest",
     "filter_gradients",
+    "fold",
     "fuse",
     "greedy",
     "host",

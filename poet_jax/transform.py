@@ -35,6 +35,7 @@ from poet_jax.errors import (
 )
 from poet_jax.executors.host import HostExecutor, Run
 from poet_jax.executors.whole import NotPlanned, WholeStep, whole_step
+from poet_jax.fold import fold
 from poet_jax.graph import Graph
 from poet_jax.machine import host
 from poet_jax.matrices import Matrices, matrices
@@ -273,6 +274,7 @@ Pass = Callable[[Graph], Graph]
 PASSES: tuple[Pass, ...] = (
     narrow,
     associate,
+    fold,
     coarsen,
     stream,
     order,
@@ -602,7 +604,8 @@ def schedule(
         same job plans nothing; see `cache.PlanCache`.
       passes: what is done to the graph of single equations, in turn. By default
         `narrow` (a slice of a product becomes the product of a slice), `associate`
-        (products with thin matrices in the cheap order), `coarsen` (what XLA would fuse becomes one node), `stream`
+        (products with thin matrices in the cheap order), `fold` (frozen scales go into
+        frozen kernels), `coarsen` (what XLA would fuse becomes one node), `stream`
         (large updates of state on storage go block by block), `order` (nodes free
         early) and `filter_gradients` (those of convolutions in a form that XLA's CPU
         backend computes fast). `passes=()` leaves the graph as it was traced, one

@@ -14,7 +14,7 @@ LAYERS = """
     planners.repair planners.worker planners.solver planners.objective planners.cuts
     planners.formulation planners.milp planners.paper executors executors.buffers
     executors.host executors.whole explain effects reasons timeline matrices figures dot
-    perfetto report stream rewrite narrow associate state
+    perfetto report stream rewrite narrow associate fold state
     pareto cache transform training part blocks update nnx linen train_step
     __init__
 """.split()
