@@ -56,6 +56,8 @@ class _Folder(Rewriter):
             array, scale = scale, array
         if self.is_frozen(array) or not self.is_frozen(scale):
             return
+        if self.values[array].shape != self.values[scaled].shape:
+            return  # a product repeats what is of size 1
         found = [
             (self.nodes[x], self.vector(self.nodes[x], scaled, scale))
             for x in sorted(self.readers[scaled])

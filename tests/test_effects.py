@@ -3,10 +3,12 @@
 import dataclasses
 import functools
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from flax import nnx
 from toy import OPTIONS, W, X, gradient, schedule
 
 import poet_jax
@@ -108,3 +110,22 @@ def test_some_may_wait_and_others_not():
 
 def test_a_gradient_alone_is_applied_by_nobody():
     assert applied(poet_jax.trace(gradient, W, X)) == ""
+
+
+def test_flax_steps_have_effects():
+    batch = jnp.ones((8, 4)), jnp.ones((8, 4))
+    options = OPTIONS | {"passes": (poet_jax.coarsen,), "optimizer": optax.sgd(0.1)}
+    model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    step = poet_jax.train_step(model, 2**30, **options)
+    other = poet_jax.train_step(nn.Dense(4), 2**30, **options)
+    state = jax.eval_shape(other.init, jax.random.key(0), batch)
+    for rows, planned in (
+        (step.effects(batch).rows, step.plan(batch)),
+        (other.effects(state, batch).rows, other.plan(state, batch)),
+    ):
+        assert rows[1].peak_bytes == planned.baseline.peak_bytes
+    modules = poet_jax.nnx.schedule(lambda model, x: model(x), 2**30, **OPTIONS)
+    x = batch[0]
+    assert modules.effects(model, x).rows[-1].nodes == len(
+        modules.plan(model, x).graph.nodes
+    )

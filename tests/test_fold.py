@@ -117,7 +117,7 @@ def scalings(graph):
 
 
 @STEPS
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(blocks=st.integers(1, 3), side=st.integers(1, 3), donate=st.booleans())
 def test_a_folded_step_is_the_step(step, blocks, side, donate):
     """To rounding; what is frozen, to the bit."""
@@ -172,20 +172,33 @@ def test_grouped_convolutions_and_gradients_alone_stay():
         (8, (), False, True),
         (1, (1, 1, 1, 4), False, False),
         (8, (8, 1, 1, 1), False, False),
+        (8, (4,), False, True),
+        (1, (4,), False, False),
         (8, (1, 1, 1, 4), True, False),
     ],
-    ids=["channels", "scalar", "large kernel", "not of channels", "read as well"],
+    ids=[
+        "channels",
+        "scalar",
+        "large kernel",
+        "images",
+        "spread",
+        "both spread",
+        "read",
+    ],
 )
 def test_it_pays_only_where_an_array_goes(size, scale, read_twice, folds):
     def fun(x, scale, kernel):
+        given = scale
+        if scale.ndim == 1:
+            scale = lax.broadcast_in_dim(scale, (8, 8, 8, 4), (3,))
         scaled = jnp.cos(x) * scale
         out = lax.conv_general_dilated(
             scaled, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
-        return out, scale, kernel, jnp.sum(scaled) if read_twice else 0.0
+        return out, given, kernel, jnp.sum(scaled) if read_twice else 0.0
 
     image = jax.random.normal(jax.random.key(2), (8, size, size, 4))
-    args = image, jnp.full(scale, 1.5), jnp.ones((3, 3, 4, 4))
+    args = image, jnp.full(scale, 1.5, "float32"), jnp.ones((3, 3, 4, 4))
     before = poet_jax.trace(fun, *args)
     after = poet_jax.fold(before)
     assert (after is not before) == folds
