@@ -5,6 +5,12 @@ gradient's way back through a frozen convolution that is `conv(dy * scale, w)`, 
 `conv(dy, w * scale)` makes no second array of the gradient's size, which counts where
 a residual connection keeps `dy`. After PockEngine (Zhu et al., MICRO 2023), which folds
 constants when weights are frozen.
+
+Two things are left out as they were measured to be worth nothing. In the forward pass
+the mean and the bias still have to be added, and XLA scales in the same loop: ResNet-18
+took as long with scaled kernels, and 35 MiB more as one executable. Frozen kernels that
+are reversed or scaled could be kept from step to step, at 43 MiB there: they take 0.9 %
+of a step of 16 images, 3.7 % of one of a single image.
 """
 
 from typing import Any
