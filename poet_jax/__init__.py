@@ -5,9 +5,11 @@ from poet_jax.associate import associate
 from poet_jax.coarsen import coarsen
 from poet_jax.convolution import filter_gradients
 from poet_jax.device import DeviceProfile
+from poet_jax.effects import Effect, Effects, effects
 from poet_jax.errors import BudgetTooSmall, CannotTrace, PageStoreError, PlanInvalid
 from poet_jax.executors.host import HostExecutor, Run
 from poet_jax.explain import sizes
+from poet_jax.fold import fold
 from poet_jax.fuse import fuse
 from poet_jax.graph import Graph, Node, Value
 from poet_jax.lowerings import fastest
@@ -47,6 +49,8 @@ __all__ = [
     "Compute",
     "Costs",
     "DeviceProfile",
+    "Effect",
+    "Effects",
     "FileStore",
     "Free",
     "Front",
@@ -75,8 +79,10 @@ __all__ = [
     "associate",
     "coarsen",
     "devices",
+    "effects",
     "fastest",
     "filter_gradients",
+    "fold",
     "fuse",
     "greedy",
     "host",

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from flax import struct
 
+from poet_jax.effects import Effects
 from poet_jax.executors.host import Run
 from poet_jax.part import EVERYTHING, Part
 from poet_jax.plan import BudgetLike
@@ -198,6 +199,10 @@ class TrainStep:
         args = state, batch
         part = state.part
         return Beneath(self._scheduled, args, self.scheme, part, ("0/0", "0"), "params")
+
+    def effects(self, state: TrainState, batch: Any) -> Effects:
+        """What each pass makes of the step's graph; see `Scheduled.effects`."""
+        return self._scheduled.effects(state, batch)
 
     @property
     def last_run(self) -> Run | None:

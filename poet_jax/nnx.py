@@ -7,6 +7,7 @@ import jax
 import optax
 from flax import nnx
 
+from poet_jax.effects import Effects
 from poet_jax.executors.host import Run
 from poet_jax.part import EVERYTHING, Part
 from poet_jax.plan import BudgetLike
@@ -37,6 +38,11 @@ class ScheduledModules:
     def beneath(self, *args: Any) -> tuple[Scheduled, tuple[Any, ...]]:
         """The scheduled function of arrays, and its arguments for these."""
         return self._scheduled, _split(args)[:3]
+
+    def effects(self, *args: Any) -> Effects:
+        """What each pass makes of the graph for arguments like these."""
+        structure, variables, rest, _ = _split(args)
+        return self._scheduled.effects(structure, variables, rest)
 
     @property
     def last_run(self) -> Run | None:
@@ -226,6 +232,11 @@ class TrainStep:
         part = nnx.as_pure(getattr(self.optimizer, "part", EVERYTHING))
         scheduled, args = self._scheduled.beneath(self.model, self.optimizer, batch)
         return Beneath(scheduled, args, self.scheme, part, ("0/0", "0"), "0")
+
+    def effects(self, batch: Any) -> Effects:
+        """What each pass makes of the step's graph; see `Scheduled.effects`."""
+        self._choose(batch)
+        return self._scheduled.effects(self.model, self.optimizer, batch)
 
     @property
     def last_run(self) -> Run | None:

@@ -26,6 +26,7 @@ from poet_jax.coarsen import coarsen
 from poet_jax.convolution import filter_gradients
 from poet_jax.device import DeviceProfile
 from poet_jax.dot import write_dot
+from poet_jax.effects import Effects, effects
 from poet_jax.errors import (
     BudgetTooSmall,
     CannotTrace,
@@ -34,6 +35,7 @@ from poet_jax.errors import (
 )
 from poet_jax.executors.host import HostExecutor, Run
 from poet_jax.executors.whole import NotPlanned, WholeStep, whole_step
+from poet_jax.fold import fold
 from poet_jax.graph import Graph
 from poet_jax.machine import host
 from poet_jax.matrices import Matrices, matrices
@@ -272,6 +274,7 @@ Pass = Callable[[Graph], Graph]
 PASSES: tuple[Pass, ...] = (
     narrow,
     associate,
+    fold,
     coarsen,
     stream,
     order,
@@ -345,6 +348,17 @@ class Scheduled:
         """
         graph, costs = self.priced(self._traced(args, kwargs))
         return pareto(graph, costs, budgets, self.planner)
+
+    def effects(self, *args: Any, **kwargs: Any) -> Effects:
+        """What each pass makes of the graph for arguments like these: prints as a
+        table.
+
+        As `poet_jax.effects`, which also says what that takes; nothing runs, as in
+        `plan`.
+        """
+        graph = self._traced(args, kwargs)
+        with jax.ensure_compile_time_eval():
+            return effects(graph, self.passes, self.device or host())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runner = self._last_runner
@@ -598,11 +612,12 @@ def schedule(
         same job plans nothing; see `cache.PlanCache`.
       passes: what is done to the graph of single equations, in turn. By default
         `narrow` (a slice of a product becomes the product of a slice), `associate`
-        (products with thin matrices in the cheap order), `coarsen` (what XLA would fuse
-        becomes one node), `stream` (large updates of state on storage go block by
-        block), `order` (nodes free early) and `filter_gradients` (those of convolutions
-        in a form that XLA's CPU backend computes fast). `passes=()` leaves the graph as
-        it was traced, one equation per node.
+        (products with thin matrices in the cheap order), `fold` (frozen scales go into
+        frozen kernels), `coarsen` (what XLA would fuse becomes one node), `stream`
+        (large updates of state on storage go block by block), `order` (nodes free
+        early) and `filter_gradients` (those of convolutions in a form that XLA's CPU
+        backend computes fast). `passes=()` leaves the graph as it was traced, one
+        equation per node; `Scheduled.effects` shows what each does.
       static_argnums, static_argnames, donate_argnums: as for `jax.jit`.
 
     Returns a `Scheduled`; its call raises BudgetTooSmall, CannotTrace, PageStoreError.

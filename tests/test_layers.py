@@ -14,8 +14,8 @@ LAYERS = """
     planners.repair planners.worker planners.solver planners.objective
     planners.choice planners.cuts
     planners.formulation planners.milp planners.paper executors executors.buffers
-    executors.host executors.whole explain reasons timeline matrices figures dot
-    perfetto report stream rewrite narrow associate state
+    executors.host executors.whole explain effects reasons timeline matrices figures dot
+    perfetto report stream rewrite narrow associate fold state
     pareto cache transform training part blocks update.scheme update.search update
     nnx linen train_step
     __init__
