@@ -22,7 +22,6 @@ from tqdm import tqdm
 import poet_jax
 from experiments import memory
 from experiments.steps import write_result
-from poet_jax import heap
 from poet_jax.units import format_bytes
 
 STEPS = flags.DEFINE_integer("steps", 2000, "Steps.", 10)
@@ -36,7 +35,7 @@ WIDTH, LAYERS, BATCH = 256, 6, 512
 def held(store: poet_jax.FileStore) -> dict[str, int]:
     """What the process holds now."""
     gc.collect()
-    heap.release()
+    poet_jax.release()
     return {
         "resident_bytes": memory.resident_bytes(),
         "store_bytes": store.nbytes,

@@ -10,7 +10,8 @@ a row for each to experiments/results/finetune/schemes.csv; rows that are there 
 are not measured again. A scheme takes some minutes on two cores. Expect an accuracy
 around 0.7 where chance is 0.27. The second command draws schemes.png.
 
-An update is one of SCHEMES, or JSON with a fraction for each pattern of paths, such as
+An update is one of SCHEMES, or "searched", which is what `experiments.search` found, or
+JSON with a fraction for each pattern of paths, such as
 '{"blocks/5/**": 1, "head/**": 1}'. A budget is a size, a percentage of what full
 fine-tuning needs when everything is kept, or "all", which is no limit. With --steps=0
 a row has no accuracy, and costs and memory are measured all the same.
@@ -34,19 +35,16 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 from absl import app, flags, logging
 from flax import nnx
 
 import poet_jax
 from experiments import memory
-from experiments.data import Dataset
-from experiments.minilm import MiniLM, load_minilm
+from experiments.minilm import MiniLM, accuracy, load_minilm
 from experiments.models import loss_fn
 from experiments.passages import CHAPTERS, chapters_task
 from experiments.steps import in_ram, read_rows
-from poet_jax import heap
 from poet_jax.plan import parse_budget
 from poet_jax.update import Update, bias_only, full, last_blocks
 
@@ -73,12 +71,14 @@ SCHEMES: dict[str, tuple[Update, float]] = {
         1e-3,
     ),
 }
+SEARCHED = pathlib.Path(__file__).parent / "results" / "finetune" / "searched.json"
 DEVICES = ("RASPBERRY_PI_4", "JETSON_TX2")
 WITHOUT_LIMIT = 2**40
-EVALUATED = 32  # texts at once
 
 UPDATES = flags.DEFINE_multi_string(
-    "update", list(SCHEMES), f"One of {', '.join(SCHEMES)}, or fractions as JSON."
+    "update",
+    list(SCHEMES),
+    f"One of {', '.join(SCHEMES)}, searched, or fractions as JSON.",
 )
 BUDGETS = flags.DEFINE_multi_string("budget", ["all"], "A size, a percentage, or all.")
 STEPS = flags.DEFINE_integer("steps", 60, "Steps to train for.", lower_bound=0)
@@ -112,6 +112,8 @@ def parse_scheme(text: str) -> tuple[Update, float]:
     """The update that a flag names, and its learning rate; ValueError for no scheme."""
     if text in SCHEMES:
         return SCHEMES[text]
+    if text == "searched":
+        return Update(json.loads(SEARCHED.read_text())), 1e-3
     try:
         return Update(json.loads(text)), 1e-3
     except (json.JSONDecodeError, TypeError, AttributeError):
@@ -120,18 +122,6 @@ def parse_scheme(text: str) -> tuple[Update, float]:
             "and fractions by pattern as JSON. Type for example --update=bias_only, or "
             '--update=\'{"blocks/5/**": 1, "head/**": 1}\'.'
         ) from None
-
-
-def accuracy(model: MiniLM, examples: Dataset) -> float:
-    """The part of `examples` that the model puts into the right class."""
-    answer = nnx.jit(lambda model, tokens: model(tokens).argmax(-1))
-    missing = -len(examples.inputs) % EVALUATED
-    padded = np.pad(examples.inputs, ((0, missing), (0, 0)), mode="edge")
-    answers = [
-        answer(model, part) for part in np.split(padded, len(padded) // EVALUATED)
-    ]
-    right = np.concatenate(answers)[: len(examples.labels)] == examples.labels
-    return float(right.mean())
 
 
 def plain_step(
@@ -253,7 +243,7 @@ def compare(
     rise = 0
     for _ in range(2):
         gc.collect()
-        heap.release()
+        poet_jax.release()
         before = memory.resident_bytes() - state
         memory.reset_high_water()
         step(batch)

@@ -31,7 +31,6 @@ from absl import app, flags
 import poet_jax
 from experiments import memory
 from experiments.steps import flax_case, in_ram, training_step, write_result
-from poet_jax import heap
 from poet_jax.units import format_bytes
 
 MODEL = flags.DEFINE_string("model", "resnet18", "Model; see experiments.models.")
@@ -85,7 +84,7 @@ def child(kind: str) -> None:
         state, batch = init()
     if state is not None:
         state, loss = jax.block_until_ready(step(state, batch))
-    heap.release()
+    poet_jax.release()
     ready = {"arguments": in_ram((state, batch)), "budget": budget_bytes}
     print(json.dumps(ready), flush=True)
     sys.stdin.readline()

@@ -33,7 +33,6 @@ from absl import app, flags, logging
 import poet_jax
 from experiments import memory
 from experiments.steps import flax_case, read_rows, training_step, unet_case
-from poet_jax import heap
 
 SHARES = flags.DEFINE_list(
     "shares", ["100", "75", "50", "35", "25", "min"], "Percentages of keep-all's peak."
@@ -162,7 +161,7 @@ def compare(within, plain, checkpoint, fresh_state, batch, state_bytes):
     ours.run(batch)  # compiles
     rise = 0
     for _ in range(2):
-        heap.release()
+        poet_jax.release()
         before = memory.resident_bytes() - state_bytes
         memory.reset_high_water()
         ours.run(batch)

@@ -7,7 +7,7 @@ from poet_jax.convolution import filter_gradients
 from poet_jax.device import DeviceProfile
 from poet_jax.effects import Effect, Effects, effects
 from poet_jax.errors import BudgetTooSmall, CannotTrace, PageStoreError, PlanInvalid
-from poet_jax.executors.host import HostExecutor, Run
+from poet_jax.executors.host import HostExecutor, Run, release
 from poet_jax.explain import sizes
 from poet_jax.fold import fold
 from poet_jax.fuse import fuse
@@ -96,6 +96,7 @@ __all__ = [
     "paging_only",
     "pareto",
     "price",
+    "release",
     "schedule",
     "simulate",
     "sizes",

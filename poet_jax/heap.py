@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 _M_ARENA_MAX = -8  # glibc's <malloc.h>
 _PAGE_BYTES = mmap.PAGESIZE
-_MADV_DONTNEED, _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 4, 14, 23  # Linux's <mman.h>
+_MADV_DONTNEED, _MADV_FREE = 4, 8  # Linux's <mman.h>
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 
 
 def _find_glibc():
@@ -42,6 +43,14 @@ def release_pages(address: int, nbytes: int) -> bool:
     pages.
     """
     return _advise(address, nbytes, _MADV_DONTNEED)
+
+
+def lend_pages(address: int, nbytes: int) -> None:
+    """Let the system take the whole pages of a block if it runs short of memory.
+
+    Until it does, writing to the block costs nothing. Its contents may be lost.
+    """
+    _advise(address, nbytes, _MADV_FREE)
 
 
 def populate_pages(address: int, nbytes: int) -> None:

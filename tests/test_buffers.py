@@ -49,6 +49,7 @@ def test_idle_buffers_fit_beside_what_is_live_and_nothing_live_is_lent(
         pointers = [x.unsafe_buffer_pointer() for xs in live.values() for x in xs]
         assert len(set(pointers)) == len(pointers)
     pool.end()
+    pool.release()
     assert pool.idle_bytes == 0
 
 
@@ -59,6 +60,7 @@ def test_a_released_buffer_can_be_written_again():
     (array,) = pool.take([kind], 0, 0)
     pool.give(array)
     pool.end()
+    pool.release()
     (array,) = pool.take([kind], 1, 0)
     view(array)[:] = 1
     assert np.asarray(array).view(np.uint8).min() == 1
@@ -160,9 +162,13 @@ def test_the_process_grows_by_no_more_than_the_budget_and_a_slack(planner):
     )
     assert scheduled.plan(w, x).baseline.peak_bytes > 100 * 2**20
     scheduled(w, x)
-    for _ in range(3):
+    poet_jax.release()
+    before = memory.resident_bytes()
+    for _ in range(3):  # the first call takes pages, which the others find
         memory.reset_high_water()
-        before = memory.resident_bytes()
         scheduled(w, x)
         rise = memory.high_water_bytes() - before
         assert rise <= 1.05 * budget_bytes + 16 * 2**20
+    held = memory.resident_bytes() - before
+    poet_jax.release()
+    assert memory.resident_bytes() - before < held / 2

@@ -74,10 +74,11 @@ class Pool:
         has grown by more, as it takes long.
         """
         if self._guards:
-            held_bytes = heap.resident_bytes() - live_bytes
+            held_bytes = heap.resident_bytes() - live_bytes - self.idle_bytes
             if self._base_bytes is None or held_bytes > self._base_bytes + GROWTH_BYTES:
                 heap.release()
-                self._base_bytes = heap.resident_bytes() - live_bytes
+                held_bytes = heap.resident_bytes() - live_bytes - self.idle_bytes
+                self._base_bytes = held_bytes
             self._base_bytes = min(self._base_bytes, held_bytes)
 
     def take(
@@ -120,6 +121,12 @@ class Pool:
         self.idle_bytes += array.nbytes
 
     def end(self) -> None:
+        """Keep all buffers for the next run, unless the system needs their pages."""
+        for arrays in self._resident.values() if self._on_cpu else ():
+            for array in arrays:
+                heap.lend_pages(array.unsafe_buffer_pointer(), array.nbytes)
+
+    def release(self) -> None:
         """Return the pages of all buffers; their addresses serve the next run."""
         self._shrink(self.idle_bytes, 0)
 

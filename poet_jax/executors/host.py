@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import itertools
 import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from poet_jax import heap
 from poet_jax.compile import (
     Executable,
     Kind,
@@ -146,6 +148,7 @@ class Runner:
         ]
         self.on_cpu = jax.default_backend() == "cpu"
         self._pool: Pool | None = None
+        _runners.add(self)
         self._peak_bytes = self._ledger_peak()
 
     def _calls(self) -> dict[int, _Call]:
@@ -216,6 +219,13 @@ class Runner:
         )
         return jax.tree.unflatten(graph.out_tree, outputs)
 
+    def release(self) -> None:
+        """Return the pages of idle buffers, but for those of a call that is running."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.release()
+            self._pool = pool
+
     def run(self, leaves: list[Any]) -> list[Any]:
         """Flat arguments to flat outputs, each a jax.Array or a PagedArray."""
         start = time.perf_counter()
@@ -244,6 +254,21 @@ class Runner:
             live_bytes=tuple(step.most_bytes),
         )
         return outputs
+
+
+_runners: "weakref.WeakSet[Runner]" = weakref.WeakSet()
+
+
+def release() -> None:
+    """Return to the system what steps keep for their next call, and the heap's rest.
+
+    A step keeps its idle buffers from one call to the next, within its budget, and the
+    system may take them if it runs short of memory. This gives them back at once; the
+    next call takes them anew.
+    """
+    for runner in list(_runners):
+        runner.release()
+    heap.release()
 
 
 # What most arguments are; asking for a type is ten times as fast as isinstance.
