@@ -1,6 +1,7 @@
 """The front of memory against energy or time: what each budget costs at least."""
 
 import dataclasses
+import math
 import os
 from collections.abc import Iterable
 
@@ -114,6 +115,7 @@ def pareto(
     costs: Costs,
     budgets: Iterable[BudgetLike] | None = None,
     planner: Planner | None = None,
+    store_bytes: float = math.inf,
 ) -> Front:
     """Plan `graph` for several budgets, from the smallest that works upwards.
 
@@ -122,6 +124,7 @@ def pareto(
       budgets: as anywhere; those below the smallest that works are left out. By default
         eight from that up to keep-all's.
       planner: `MilpPlanner()` by default, which starts each point from the last one.
+      store_bytes: room on the device's storage, for budgets that do not say.
 
     A point costs no more than one with less memory, and its bound is no lower than that
     of one with more. Raises ValueError for a budget that cannot be read.
@@ -131,26 +134,33 @@ def pareto(
     chosen = [parse_budget(budget, baseline.peak_bytes) for budget in budgets or ()]
     smallest_bytes = least_bytes = baseline.peak_bytes
     try:
-        planner(graph, costs, Budget(1))
+        planner(graph, costs, Budget(1).on_storage_of(store_bytes))
     except BudgetTooSmall as error:
         smallest_bytes, least_bytes = error.smallest_bytes, error.least_bytes
     if budgets is None:
         step = (baseline.peak_bytes - smallest_bytes) / (POINTS - 1)
         chosen = [Budget(smallest_bytes + round(i * step)) for i in range(1, POINTS)]
-    chosen = [budget for budget in chosen if budget.memory_bytes > smallest_bytes]
-    chosen = sorted(
-        [Budget(smallest_bytes), *chosen], key=lambda budget: budget.memory_bytes
-    )
+    larger = {x.memory_bytes: x for x in chosen if x.memory_bytes > smallest_bytes}
+    asked = [Budget(smallest_bytes), *(larger[nbytes] for nbytes in sorted(larger))]
+    asked = [budget.on_storage_of(store_bytes) for budget in asked]
+    chosen: list[Budget] = []
     plans: list[Plan] = []
-    for budget in chosen:
+    for budget in asked:
         last = plans[-1] if plans else None
-        if isinstance(planner, MilpPlanner):
-            plan = planner(graph, costs, budget, last)
-        else:
-            plan = planner(graph, costs, budget)
-            if last is not None and last.objective < plan.objective:
-                plan = last
+        try:
+            if isinstance(planner, MilpPlanner):
+                plan = planner(graph, costs, budget, last)
+            else:
+                plan = planner(graph, costs, budget)
+        except BudgetTooSmall:
+            if budget.store_bytes is None or budget is asked[-1]:
+                raise
+            continue  # storage has no room for what so little RAM needs
+        if last is not None and last.objective < plan.objective:
+            plan = last
         plans.append(plan)
+        chosen.append(budget)
+    smallest_bytes = chosen[0].memory_bytes
     bound = 0.0
     for number, plan in reversed(list(enumerate(plans))):
         bound = max(bound, plan.bound)

@@ -326,6 +326,10 @@ class Scheduled:
         self._last_runner: Any = None
 
     @property
+    def _store_bytes(self) -> float:
+        return math.inf if self.device is None else self.device.store_bytes
+
+    @property
     def last_run(self) -> Run | None:
         """What the latest call measured; None before the first."""
         return None if self._last_runner is None else self._last_runner.last_run
@@ -347,7 +351,7 @@ class Scheduled:
         As `poet_jax.pareto`; nothing runs, as in `plan`.
         """
         graph, costs = self.priced(self._traced(args, kwargs))
-        return pareto(graph, costs, budgets, self.planner)
+        return pareto(graph, costs, budgets, self.planner, self._store_bytes)
 
     def effects(self, *args: Any, **kwargs: Any) -> Effects:
         """What each pass makes of the graph for arguments like these: prints as a
@@ -423,7 +427,7 @@ class Scheduled:
                 planner,
                 None if self._whole is None or graph.stored else whole,
                 self._prepare,
-                math.inf if self.device is None else self.device.store_bytes,
+                self._store_bytes,
             )
             if step is not None and schedule.program is step.program:
                 self._runners[key] = step

@@ -2,10 +2,12 @@
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from strategies import brute_force, graphs
 from toy import OPTIONS, W, X, gradient
 
 import poet_jax
+from poet_jax.planners.judge import keep_everything
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,18 @@ def test_every_bound_of_a_front_is_below_what_brute_force_finds(case):
         assert least is not None and point.plan.bound <= least * (1 + 1e-6)
     if 1 < front.least_bytes:
         assert brute_force(graph, costs, front.least_bytes - 1) is None
+
+
+@settings(max_examples=15)
+@given(case=graphs(max_nodes=6, static_watts=(0.0,)), room=st.integers(0, 20))
+def test_no_point_needs_more_storage_than_the_device_has(case, room):
+    graph, costs = case
+    room += keep_everything(graph, costs).usage.store_bytes  # of what lives there
+    front = poet_jax.pareto(graph, costs, store_bytes=room)
+    assert all(point.usage.store_bytes <= room for point in front.points)
+    assert front.points[-1].usage.joules == pytest.approx(front.baseline.joules)
+    free = poet_jax.pareto(graph, costs)
+    assert front.smallest_bytes >= free.least_bytes
 
 
 def test_a_function_has_a_front_that_prints_and_plots(tmp_path):
