@@ -55,11 +55,13 @@ class Solution:
       objective: of `values`.
       bound: no solution has less; 0.0 where the solver has none, as no program here
         has a negative cost.
+      infeasible: whether it is proven that there is no solution.
     """
 
     values: np.ndarray | None = None
     objective: float = math.inf
     bound: float = 0.0
+    infeasible: bool = False
 
 
 class Model:
@@ -114,8 +116,8 @@ class Model:
                 "%s gave no answer; planning goes on without it", self.solver
             )
             return Solution()
-        values, value, bound = answer
-        return Solution(values and np.array(values), value, bound)
+        values, value, bound, infeasible = answer
+        return Solution(values and np.array(values), value, bound, infeasible)
 
 
 def _ask(problem: dict, seconds: float) -> Any:

@@ -14,7 +14,8 @@ import mip
 
 
 def solve(problem: dict) -> tuple:
-    """(values or None, objective, bound) of the recorded minimisation."""
+    """(values or None, objective, bound, whether it is infeasible) of the recorded
+    minimisation."""
     model = mip.Model(sense=mip.MINIMIZE, solver_name=problem["solver"])
     model.verbose = 0
     model.max_mip_gap = problem["gap"]
@@ -44,16 +45,16 @@ def solve(problem: dict) -> tuple:
     )
     if problem["start"]:
         model.start = [(variables[column], x) for column, x in problem["start"]]
-    model.optimize(max_seconds=problem["seconds"])
+    status = model.optimize(max_seconds=problem["seconds"])
     bound: Any = model.objective_bound
     bound = 0.0 if bound is None or not abs(bound) < 1e30 else bound
     if not model.num_solutions:
-        return None, float("inf"), bound
+        return None, float("inf"), bound, status == mip.OptimizationStatus.INFEASIBLE
     value: Any = model.objective_value
     if problem["solver"] == "CBC":
         # Done within the gap, it calls the value of what it found the bound.
         bound = min(bound, value - problem["gap"] * abs(value))
-    return [variable.x for variable in variables], value, bound
+    return [variable.x for variable in variables], value, bound, False
 
 
 def main() -> None:

@@ -42,7 +42,8 @@ logger = logging.getLogger("poet_jax")
 TOLERANCE = 1e-4  # of the solver, as a share of the gain
 NEVER = -1  # the item of what gains nothing
 CUTS = 6  # moments at which the joint program counts memory
-RESERVES = (0.0, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6)  # shares of memory left free there
+# Shares of memory that the joint program leaves free, at first and at the end.
+FIRST_RESERVE, CLOSE = 0.05, 0.02
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -151,7 +152,7 @@ def search(
     step: Any,
     *args: Any,
     gains: Mapping[str, float],
-    time_limit_seconds: float = 120.0,
+    time_limit_seconds: float = 300.0,
 ) -> Found:
     """The items of most gain that can be trained within the step's budget.
 
@@ -180,42 +181,54 @@ def search(
     def seconds_left() -> float:
         return time_limit_seconds - (time.monotonic() - since)
 
-    def proposed(reserve: float) -> tuple[frozenset[int], float]:
-        """Items that fit as far as the program sees, and a bound on what any gain."""
+    def proposed(reserve: float, least: float) -> tuple[frozenset[int] | None, float]:
+        """Items that gain `least` and fit as far as the program sees, leaving a share
+        of memory free; and a bound on what any gain that fit."""
         reserve_bytes = round(reserve * budget.memory_bytes)
         program = Cuts(graph, costs, budget, planner, cuts, reserve_bytes, None, choice)
         assert program.chosen is not None
         y = program.chosen.items
         for chosen in refused:  # (23) what trains more needs no less
             program.model += xsum(y[k] for k in chosen) <= len(chosen) - 1
-        solution = program.model.optimize(max(2.0, seconds_left() / 2))
+        program.model += program.chosen.loss() <= items.gain(items.all) - least
+        seconds = min(seconds_left(), time_limit_seconds / 6)
+        solution = program.model.optimize(max(2.0, seconds))
         limit = items.gain(items.all) - solution.bound
         if solution.values is None:
-            return frozenset(), limit
+            return None, least if solution.infeasible else limit
         return frozenset(k for k in items.all if solution.values[y[k].idx] > 0.5), limit
 
-    best: frozenset[int] | None = None
-    schedule: Schedule | None = None
-    bound, planned, reserves = items.gain(items.all), 0, iter(RESERVES)
-    while schedule is None or seconds_left() > 0:
-        reserve = next(reserves, 1.0) if schedule is None else 0.0
-        chosen, limit = proposed(reserve) if reserve < 1 else (frozenset(), bound)
+    best: tuple[frozenset[int], Schedule] | None = None
+    bound, planned = items.gain(items.all), 0
+    failing, fitting = 0.0, 1.0  # reserves
+    while best is None or seconds_left() > 0:
+        reserve = 0.0
+        if planned and fitting - failing > CLOSE:
+            grown = failing * 2 or FIRST_RESERVE
+            reserve = (failing + fitting) / 2 if best else min(grown, 1.0)
+        least = 0.0 if best is None else items.gain(best[0]) * (1 + TOLERANCE)
+        chosen, limit = None, bound
+        if reserve < 1:
+            chosen, limit = proposed(reserve, least)
         if not reserve:
-            bound = min(bound, limit)
-        enough = 0.0 if best is None else items.gain(best) * (1 + TOLERANCE)
-        if best is not None and items.gain(chosen) <= enough:
-            break
+            bound = min(bound, max(limit, least))
+        if chosen is None and best is not None:
+            if not reserve:
+                break  # nothing gains more, or the solver's time is up
+            fitting = reserve
+            continue
+        chosen = chosen or frozenset()
         planned += 1
         try:
-            best, schedule = chosen, items.schedule(chosen, budget)
+            best, fitting = (chosen, items.schedule(chosen, budget)), reserve
         except BudgetTooSmall:
             if not chosen:
                 raise
             logger.info("do not fit together: %s", ", ".join(items.names(chosen)))
-            best = None if schedule is None else best
             refused.append(chosen)
-    assert best is not None and schedule is not None
-    return items.found(best, schedule, bound, planned)
+            failing = max(failing, reserve)
+    assert best is not None
+    return items.found(*best, bound, planned)
 
 
 def evolve(
