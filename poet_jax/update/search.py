@@ -42,8 +42,6 @@ logger = logging.getLogger("poet_jax")
 TOLERANCE = 1e-4  # of the solver, as a share of the gain
 NEVER = -1  # the item of what gains nothing
 CUTS = 6  # moments at which the joint program counts memory
-# Shares of memory that the joint program leaves free, at first and at the end.
-FIRST_RESERVE, CLOSE = 0.05, 0.02
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -181,54 +179,57 @@ def search(
     def seconds_left() -> float:
         return time_limit_seconds - (time.monotonic() - since)
 
-    def proposed(reserve: float, least: float) -> tuple[frozenset[int] | None, float]:
-        """Items that gain `least` and fit as far as the program sees, leaving a share
-        of memory free; and a bound on what any gain that fit."""
-        reserve_bytes = round(reserve * budget.memory_bytes)
-        program = Cuts(graph, costs, budget, planner, cuts, reserve_bytes, None, choice)
+    def proposed(least: float) -> tuple[frozenset[int] | None, float]:
+        """Items that gain `least` and fit as far as the program sees, and a bound on
+        what any gain that fit."""
+        program = Cuts(graph, costs, budget, planner, cuts, choice=choice)
         assert program.chosen is not None
         y = program.chosen.items
         for chosen in refused:  # (23) what trains more needs no less
             program.model += xsum(y[k] for k in chosen) <= len(chosen) - 1
         program.model += program.chosen.loss() <= items.gain(items.all) - least
-        seconds = min(seconds_left(), time_limit_seconds / 6)
+        seconds = min(seconds_left(), time_limit_seconds / 10)
         solution = program.model.optimize(max(2.0, seconds))
         limit = items.gain(items.all) - solution.bound
         if solution.values is None:
             return None, least if solution.infeasible else limit
         return frozenset(k for k in items.all if solution.values[y[k].idx] > 0.5), limit
 
-    best: tuple[frozenset[int], Schedule] | None = None
+    def least_worth(chosen: frozenset[int]) -> int:
+        """The item that gains least for the seconds that only it takes."""
+
+        def worth(item: int) -> float:
+            own = [
+                n
+                for n, users in enumerate(choice.nodes)
+                if users is not None and users & chosen == {item}
+            ]
+            return items.gains[item] / max(float(costs.seconds[own].sum()), 1e-12)
+
+        return min(sorted(chosen), key=worth)
+
+    best: frozenset[int] = frozenset()
+    schedule: Schedule | None = None
     bound, planned = items.gain(items.all), 0
-    failing, fitting = 0.0, 1.0  # reserves
-    while best is None or seconds_left() > 0:
-        reserve = 0.0
-        if planned and fitting - failing > CLOSE:
-            grown = failing * 2 or FIRST_RESERVE
-            reserve = (failing + fitting) / 2 if best else min(grown, 1.0)
-        least = 0.0 if best is None else items.gain(best[0]) * (1 + TOLERANCE)
-        chosen, limit = None, bound
-        if reserve < 1:
-            chosen, limit = proposed(reserve, least)
-        if not reserve:
-            bound = min(bound, max(limit, least))
-        if chosen is None and best is not None:
-            if not reserve:
-                break  # nothing gains more, or the solver's time is up
-            fitting = reserve
-            continue
+    while schedule is None or seconds_left() > 0:
+        least = items.gain(best) * (1 + TOLERANCE)
+        chosen, limit = proposed(least)
+        bound = min(bound, max(limit, least))
+        if chosen is None and schedule is not None:
+            break  # nothing gains more, or the solver's time is up
         chosen = chosen or frozenset()
-        planned += 1
-        try:
-            best, fitting = (chosen, items.schedule(chosen, budget)), reserve
-        except BudgetTooSmall:
-            if not chosen:
-                raise
-            logger.info("do not fit together: %s", ", ".join(items.names(chosen)))
-            refused.append(chosen)
-            failing = max(failing, reserve)
-    assert best is not None
-    return items.found(*best, bound, planned)
+        while schedule is None or items.gain(chosen) > least:
+            planned += 1
+            try:
+                best, schedule = chosen, items.schedule(chosen, budget)
+                break
+            except BudgetTooSmall:
+                if not chosen:
+                    raise
+                logger.info("do not fit together: %s", ", ".join(items.names(chosen)))
+                refused.append(chosen)
+                chosen -= {least_worth(chosen)}
+    return items.found(best, schedule, bound, planned)
 
 
 def evolve(
