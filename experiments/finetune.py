@@ -129,7 +129,7 @@ def measure(key: dict[str, Any], update: Update) -> dict[str, Any]:
         plan_cache=PLAN_CACHE.value,
     )
     row = key | {
-        "chance": f"{task.chance:.4f}",
+        "chance": f"{task.held_out.chance:.4f}",
         "held_out": len(task.held_out.labels),
         "full_keep_all_bytes": full_bytes,
     }

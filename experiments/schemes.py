@@ -191,6 +191,13 @@ def measured(
     }
 
 
+def keep_compiled(folder: str) -> None:
+    """Keep all that XLA compiles in `folder`, for processes to come."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 def missing(
     keys: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[str, str]]
 ) -> list[Mapping[str, Any]]:
