@@ -40,25 +40,9 @@ from absl import app, flags, logging
 from flax import nnx
 
 import poet_jax
+from experiments import schemes
 from experiments.halves import Halves, learned, load_halves, with_new_head
 from experiments.models import loss_fn
-from experiments.schemes import (
-    MEASURED,
-    MODELLED,
-    PLANNED,
-    accuracy,
-    append_rows,
-    budget_bytes,
-    full_keep_all_bytes,
-    keep_compiled,
-    measured,
-    missing,
-    named_scheme,
-    plain_step,
-    planned,
-    run_alone,
-    trained_parameters,
-)
 from experiments.steps import read_rows
 from poet_jax.update import Update, bias_only, full, last_blocks
 
@@ -75,9 +59,9 @@ SCHEMES: dict[str, tuple[Update, float]] = {
     "bias_only": (Update({**bias_only().fractions, **HEAD}, **KEEP), 3e-2),
     "last_blocks_1": (dataclasses.replace(last_blocks(1), **KEEP), 3e-3),
     "last_blocks_2": (dataclasses.replace(last_blocks(2), **KEEP), 3e-3),
-    "lora_4": (Update(HEAD, ranks={"**/linear/kernel": 4}, **KEEP), 3e-3),
+    "lora_4": (Update(HEAD, ranks={"**/linear/kernel": 4}, **KEEP), 1e-2),
     "first_pointwise": (Update({f"blocks/*/{EXPAND}": 1, **HEAD}, **KEEP), 1e-2),
-    "depthwise": (Update({"blocks/*/depthwise/conv/*": 1, **HEAD}, **KEEP), 3e-3),
+    "depthwise": (Update({"blocks/*/depthwise/conv/*": 1, **HEAD}, **KEEP), 1e-2),
     "second_pointwise": (
         Update({"blocks/*/project/linear/*": 1, **HEAD}, **KEEP),
         3e-3,
@@ -88,7 +72,7 @@ SCHEMES: dict[str, tuple[Update, float]] = {
     # convolutions of the later blocks.
     "pockengine": (
         Update({f"{LATE}/**/bias": 1, f"{LATE}/{EXPAND}": 1, **HEAD}, **KEEP),
-        3e-3,
+        1e-2,
     ),
 }
 
@@ -143,10 +127,7 @@ KEY = (
 OTHERS = (
     "pairs", "time_limit", "plan_cache", "compiled", "learned", "output", "verbosity",
 )  # fmt: skip
-COLUMNS = (
-    *KEY, "statistics", "trained_parameters", "accuracy", "chance", "held_out",
-    "first_loss", "last_loss", "full_keep_all_bytes", *PLANNED, *MEASURED, *MODELLED,
-)  # fmt: skip
+COLUMNS = (*KEY, "statistics", *schemes.COLUMNS)
 
 
 def beginning(key: dict[str, Any], halves: Halves, seed: int, keep: bool) -> nnx.Module:
@@ -175,27 +156,22 @@ def measure(
     example = next(halves.new.batches(key["batch_size"], 0, 1))
     keep = update.statistics == "keep"
     usual = beginning(key, halves, 0, keep=False)
-    full_bytes = full_keep_all_bytes(usual, example, optimizer, PLAN_CACHE.value)
+    full_bytes = schemes.full_keep_all_bytes(
+        usual, example, optimizer, PLAN_CACHE.value
+    )
     step = poet_jax.train_step(
         beginning(key, halves, 0, keep),
-        budget_bytes(key["budget"], full_bytes),
+        schemes.budget_bytes(key["budget"], full_bytes),
         loss_fn=loss_fn,
         optimizer=optimizer,
         update=update,
         planner=poet_jax.MilpPlanner(time_limit_seconds=TIME_LIMIT.value),
         plan_cache=PLAN_CACHE.value,
     )
-    row = key | {
-        "statistics": update.statistics,
-        "full_keep_all_bytes": full_bytes,
-    }
-    try:
-        schedule = step.plan(example)
-    except poet_jax.BudgetTooSmall as error:
-        status = "IMPOSSIBLE" if error.exact else "NONE"
-        return [row | {"seed": seed, "status": status} for seed in seeds]
-    row |= planned(schedule) | {"trained_parameters": trained_parameters(step)}
-    logging.info("%s", schedule)
+    row = key | {"statistics": update.statistics, "full_keep_all_bytes": full_bytes}
+    row |= schemes.planned(step, example)
+    if "planned_bytes" not in row:
+        return [row | {"seed": seed} for seed in seeds]
     untrained = copied(step.optimizer)
     rows = []
     for seed in seeds:
@@ -208,18 +184,12 @@ def measure(
         ]
         model = step.merged()
         model.eval()
-        rows.append(
-            {
-                "seed": seed,
-                "chance": f"{held_out.chance:.4f}",
-                "held_out": len(held_out.labels),
-                "first_loss": f"{losses[0]:.4f}",
-                "last_loss": f"{statistics.mean(losses[-5:]):.4f}",
-                "accuracy": f"{accuracy(model, held_out):.4f}",
-            }
-        )
+        result = schemes.outcome(losses, model, held_out)
+        rows.append({"seed": seed} | result)
         logging.info("%s", rows[-1])
-    row |= measured(step, example, plain_step(usual, optimizer), PAIRS.value)
+    row |= schemes.measured(
+        step, example, schemes.plain_step(usual, optimizer), PAIRS.value
+    )
     return [row | result for result in rows]
 
 
@@ -230,7 +200,7 @@ def todo(rows: list[dict[str, str]]) -> list[tuple[dict[str, Any], list[int]]]:
     """
     keys = []
     for budget in BUDGETS.value:
-        budget_bytes(budget, 2**30)
+        schemes.budget_bytes(budget, 2**30)
         for update in UPDATES.value:
             rate = LEARNING_RATE.value or parse_scheme(update)[1]
             for seed in SEEDS.value:
@@ -239,14 +209,14 @@ def todo(rows: list[dict[str, str]]) -> list[tuple[dict[str, Any], list[int]]]:
                        OLD_STEPS.value, seed)  # fmt: skip
                 keys.append(dict(zip(KEY, key, strict=True)))
     seeds = collections.defaultdict(list)
-    for key in missing(keys, rows):
+    for key in schemes.missing(keys, rows):
         seeds[tuple(key.items())[:-1]].append(key["seed"])
     return [(dict(key), found) for key, found in seeds.items()]
 
 
 def parse_scheme(text: str) -> tuple[Update, float]:
     """The update that a flag names, and its learning rate; ValueError for no scheme."""
-    return named_scheme(text, SCHEMES, **KEEP)
+    return schemes.named_scheme(text, SCHEMES, **KEEP)
 
 
 def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
@@ -309,14 +279,14 @@ def main(argv: list[str]) -> None:
     try:
         groups = [] if PLOT.value else todo(read_rows(path))
         if len(groups) == 1:
-            keep_compiled(COMPILED.value)
+            schemes.keep_compiled(COMPILED.value)
             key, seeds = groups[0]
             update, _ = parse_scheme(key["update"])
-            append_rows(path, COLUMNS, measure(key, seeds, update))
+            schemes.append_rows(path, COLUMNS, measure(key, seeds, update))
     except ValueError as error:
         raise SystemExit(str(error)) from error
     for key, seeds in groups if len(groups) > 1 else []:
-        run_alone("experiments.adapt", key | {"seed": seeds}, OTHERS)
+        schemes.run_alone("experiments.adapt", key | {"seed": seeds}, OTHERS)
     plot(read_rows(path), path.with_suffix(".png"))
 
 

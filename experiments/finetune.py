@@ -20,32 +20,16 @@ What is measured and what is modelled is said in `experiments.schemes`.
 
 import math
 import pathlib
-import statistics
 from typing import Any
 
 import optax
 from absl import app, flags, logging
 
 import poet_jax
+from experiments import schemes
 from experiments.minilm import load_minilm
 from experiments.models import loss_fn
 from experiments.passages import CHAPTERS, chapters_task
-from experiments.schemes import (
-    MEASURED,
-    MODELLED,
-    PLANNED,
-    accuracy,
-    append_rows,
-    budget_bytes,
-    full_keep_all_bytes,
-    measured,
-    missing,
-    named_scheme,
-    plain_step,
-    planned,
-    run_alone,
-    trained_parameters,
-)
 from experiments.steps import read_rows
 from poet_jax.update import Update, bias_only, full, last_blocks
 
@@ -95,15 +79,12 @@ OUTPUT = flags.DEFINE_string(
 PLOT = flags.DEFINE_bool("plot", False, "Only draw the figure of the rows there are.")
 
 KEY = ("update", "budget", "steps", "learning_rate", "length", "batch_size", "seed")
-COLUMNS = (
-    *KEY, "trained_parameters", "accuracy", "chance", "held_out", "first_loss",
-    "last_loss", "full_keep_all_bytes", *PLANNED, *MEASURED, *MODELLED,
-)  # fmt: skip
+COLUMNS = (*KEY, *schemes.COLUMNS)
 
 
 def parse_scheme(text: str) -> tuple[Update, float]:
     """The update that a flag names, and its learning rate; ValueError for no scheme."""
-    return named_scheme(text, SCHEMES)
+    return schemes.named_scheme(text, SCHEMES)
 
 
 def measure(key: dict[str, Any], update: Update) -> dict[str, Any]:
@@ -118,41 +99,34 @@ def measure(key: dict[str, Any], update: Update) -> dict[str, Any]:
     )
     batches = list(task.train.batches(key["batch_size"], key["seed"], key["steps"]))
     example = next(task.train.batches(key["batch_size"], key["seed"], 1))
-    full_bytes = full_keep_all_bytes(model, example, optimizer, PLAN_CACHE.value)
+    full_bytes = schemes.full_keep_all_bytes(
+        model, example, optimizer, PLAN_CACHE.value
+    )
     step = poet_jax.train_step(
         model,
-        budget_bytes(key["budget"], full_bytes),
+        schemes.budget_bytes(key["budget"], full_bytes),
         loss_fn=loss_fn,
         optimizer=optimizer,
         update=update,
         planner=poet_jax.MilpPlanner(time_limit_seconds=TIME_LIMIT.value),
         plan_cache=PLAN_CACHE.value,
     )
-    row = key | {
-        "chance": f"{task.held_out.chance:.4f}",
-        "held_out": len(task.held_out.labels),
-        "full_keep_all_bytes": full_bytes,
-    }
-    try:
-        schedule = step.plan(example)
-    except poet_jax.BudgetTooSmall as error:
-        return row | {"status": "IMPOSSIBLE" if error.exact else "NONE"}
-    row |= planned(schedule) | {"trained_parameters": trained_parameters(step)}
-    logging.info("%s", schedule)
+    row = key | {"full_keep_all_bytes": full_bytes}
+    row |= schemes.planned(step, example)
+    if "planned_bytes" not in row:
+        return row
     losses = []
     for batch in batches:
         losses.append(float(step(batch)))
         logging.log_every_n(logging.INFO, "loss %.3f", 10, losses[-1])
     if losses:
-        row |= {
-            "first_loss": f"{losses[0]:.4f}",
-            "last_loss": f"{statistics.mean(losses[-5:]):.4f}",
-            "accuracy": f"{accuracy(step.merged(), task.held_out):.4f}",
-        }
+        row |= schemes.outcome(losses, step.merged(), task.held_out)
     else:
         step(example)  # compiles
-    plain = plain_step(load_minilm(len(CHAPTERS), seed=key["seed"])[0], optimizer)
-    return row | measured(step, example, plain, PAIRS.value)
+    plain = schemes.plain_step(
+        load_minilm(len(CHAPTERS), seed=key["seed"])[0], optimizer
+    )
+    return row | schemes.measured(step, example, plain, PAIRS.value)
 
 
 def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
@@ -197,13 +171,13 @@ def todo(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
     """The keys that flags ask for and `rows` lack; ValueError for a bad flag."""
     keys = []
     for budget in BUDGETS.value:
-        budget_bytes(budget, 2**30)
+        schemes.budget_bytes(budget, 2**30)
         for update in UPDATES.value:
             rate = LEARNING_RATE.value or parse_scheme(update)[1]
             key = (update, budget, STEPS.value, rate, LENGTH.value, BATCH_SIZE.value,
                    SEED.value)  # fmt: skip
             keys.append(dict(zip(KEY, key, strict=True)))
-    return missing(keys, rows)
+    return schemes.missing(keys, rows)
 
 
 def main(argv: list[str]) -> None:
@@ -216,12 +190,12 @@ def main(argv: list[str]) -> None:
         keys = [] if PLOT.value else todo(read_rows(path))
         if len(keys) == 1:
             update, _ = parse_scheme(keys[0]["update"])
-            append_rows(path, COLUMNS, [measure(keys[0], update)])
+            schemes.append_rows(path, COLUMNS, [measure(keys[0], update)])
     except (ValueError, ModuleNotFoundError) as error:
         raise SystemExit(str(error)) from error
     for key in keys if len(keys) > 1 else []:
         others = ("pairs", "time_limit", "plan_cache", "output", "verbosity")
-        run_alone("experiments.finetune", key, others)
+        schemes.run_alone("experiments.finetune", key, others)
     plot(read_rows(path), folder / "schemes.png")
 
 

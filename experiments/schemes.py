@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from absl import flags
+from absl import flags, logging
 from flax import nnx
 
 import poet_jax
@@ -41,14 +41,13 @@ EVALUATED = 32  # examples at once
 OTHER_RATE = 1e-3  # of a scheme in JSON
 
 # What a row says besides its key.
-PLANNED = ("keep_all_bytes", "budget_bytes", "status", "gap", "planned_bytes")
-MEASURED = (
-    "peak_bytes", "rise_bytes", "paged_bytes", "recomputed", "seconds",
-    "full_jit_seconds", "ratio", "pairs",
+COLUMNS = (
+    "trained_parameters", "accuracy", "chance", "held_out", "first_loss", "last_loss",
+    "full_keep_all_bytes", "keep_all_bytes", "budget_bytes", "status", "gap",
+    "planned_bytes", "peak_bytes", "rise_bytes", "paged_bytes", "recomputed",
+    "seconds", "full_jit_seconds", "ratio", "pairs",
+    *(f"{device}_{what}" for device in DEVICES for what in ("seconds", "joules")),
 )  # fmt: skip
-MODELLED = tuple(
-    f"{device}_{what}" for device in DEVICES for what in ("seconds", "joules")
-)
 
 
 def named_scheme(text: str, schemes: Schemes, **options: Any) -> tuple[Update, float]:
@@ -134,9 +133,18 @@ def trained_parameters(step: Any) -> int:
     return sum(x.size for x in jax.tree.leaves(trainable))
 
 
-def planned(schedule: poet_jax.Schedule) -> dict[str, Any]:
-    """What the plan says, also of devices that would run it."""
+def planned(step: Any, batch: Any) -> dict[str, Any]:
+    """What the plan of an nnx step says, also of devices that would run it.
+
+    It says no more than a status, IMPOSSIBLE or NONE, if there is no plan.
+    """
+    try:
+        schedule = step.plan(batch)
+    except poet_jax.BudgetTooSmall as error:
+        return {"status": "IMPOSSIBLE" if error.exact else "NONE"}
+    logging.info("%s", schedule)
     row = {
+        "trained_parameters": trained_parameters(step),
         "keep_all_bytes": schedule.baseline.peak_bytes,
         "budget_bytes": schedule.budget.memory_bytes,
         "planned_bytes": schedule.usage.peak_bytes,
@@ -150,6 +158,17 @@ def planned(schedule: poet_jax.Schedule) -> dict[str, Any]:
         row[f"{name}_seconds"] = f"{usage.seconds:.4f}"
         row[f"{name}_joules"] = f"{usage.joules:.4f}"
     return row
+
+
+def outcome(losses: Sequence[float], model: Any, held_out: Dataset) -> dict[str, Any]:
+    """What training with these losses came to."""
+    return {
+        "chance": f"{held_out.chance:.4f}",
+        "held_out": len(held_out.labels),
+        "first_loss": f"{losses[0]:.4f}",
+        "last_loss": f"{statistics.mean(losses[-5:]):.4f}",
+        "accuracy": f"{accuracy(model, held_out):.4f}",
+    }
 
 
 def measured(
