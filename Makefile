@@ -22,6 +22,8 @@ figures: setup
 	$(BIN)/python -m experiments.devices
 	$(BIN)/python -m experiments.plan_figure
 	$(BIN)/python -m experiments.paper --plot
+	$(BIN)/python -m experiments.adapt --plot
+	$(BIN)/python -m experiments.adapt_search --plot
 	$(BIN)/python -m experiments.finetune --plot
 	$(BIN)/python -m experiments.plan_benchmark --plot
 	$(BIN)/python -m experiments.step_benchmark --plot

@@ -87,6 +87,11 @@ class Dataset:
     def spec(self) -> DatasetSpec:
         return DatasetSpec(self.inputs.shape[1:], self.num_classes, self.vocabulary)
 
+    @property
+    def chance(self) -> float:
+        """How often the most frequent label is right; of one label per example."""
+        return float(np.bincount(self.labels).max() / len(self.labels))
+
     def batches(
         self, batch_size: int, seed: int, steps: int
     ) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -16,36 +16,22 @@ JSON with a fraction for each pattern of paths, such as
 fine-tuning needs when everything is kept, or "all", which is no limit. With --steps=0
 a row has no accuracy, and costs and memory are measured all the same.
 
-Seconds are medians, beside `nnx.jit` of full fine-tuning in turns; the ratio is the
-median over pairs. The rise is of the process's high-water mark (VmHWM) in a step over
-what the process held besides the step's arguments. Joules are modelled, for the plan
-that ran, if a device had the memory that the budget grants.
+What is measured and what is modelled is said in `experiments.schemes`.
 """
 
-import csv
-import gc
-import json
 import math
 import pathlib
-import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import optax
 from absl import app, flags, logging
-from flax import nnx
 
 import poet_jax
-from experiments import memory
-from experiments.minilm import MiniLM, accuracy, load_minilm
+from experiments import schemes
+from experiments.minilm import load_minilm
 from experiments.models import loss_fn
 from experiments.passages import CHAPTERS, chapters_task
-from experiments.steps import in_ram, read_rows
-from poet_jax.plan import parse_budget
+from experiments.steps import read_rows
 from poet_jax.update import Update, bias_only, full, last_blocks
 
 HEAD = {"head/**": 1.0}  # the classifier is new, so every scheme trains it
@@ -71,9 +57,8 @@ SCHEMES: dict[str, tuple[Update, float]] = {
         1e-3,
     ),
 }
+
 SEARCHED = pathlib.Path(__file__).parent / "results" / "finetune" / "searched.json"
-DEVICES = ("RASPBERRY_PI_4", "JETSON_TX2")
-WITHOUT_LIMIT = 2**40
 
 UPDATES = flags.DEFINE_multi_string(
     "update",
@@ -99,50 +84,14 @@ OUTPUT = flags.DEFINE_string(
 PLOT = flags.DEFINE_bool("plot", False, "Only draw the figure of the rows there are.")
 
 KEY = ("update", "budget", "steps", "learning_rate", "length", "batch_size", "seed")
-COLUMNS = (
-    *KEY, "trained_parameters", "accuracy", "chance", "held_out", "first_loss",
-    "last_loss", "full_keep_all_bytes", "keep_all_bytes", "budget_bytes", "status",
-    "gap", "planned_bytes", "peak_bytes", "rise_bytes", "paged_bytes", "recomputed",
-    "seconds", "full_jit_seconds", "ratio", "pairs",
-    *(f"{device}_{what}" for device in DEVICES for what in ("seconds", "joules")),
-)  # fmt: skip
+COLUMNS = (*KEY, *schemes.COLUMNS)
 
 
 def parse_scheme(text: str) -> tuple[Update, float]:
     """The update that a flag names, and its learning rate; ValueError for no scheme."""
-    if text in SCHEMES:
-        return SCHEMES[text]
     if text == "searched":
-        return Update(json.loads(SEARCHED.read_text())), 1e-3
-    try:
-        return Update(json.loads(text)), 1e-3
-    except (json.JSONDecodeError, TypeError, AttributeError):
-        raise ValueError(
-            f"The update {text!r} was asked for. The schemes are {', '.join(SCHEMES)}, "
-            "and fractions by pattern as JSON. Type for example --update=bias_only, or "
-            '--update=\'{"blocks/5/**": 1, "head/**": 1}\'.'
-        ) from None
-
-
-def plain_step(
-    model: MiniLM, optimizer: optax.GradientTransformation
-) -> Callable[[Any], jax.Array]:
-    """Full fine-tuning by `nnx.jit`: a function from a batch to its loss."""
-    state = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
-
-    def step(model, state, batch):
-        loss, gradients = nnx.value_and_grad(loss_fn)(model, batch)
-        state.update(model, gradients)
-        return loss
-
-    jitted = nnx.jit(step, donate_argnums=(0, 1))
-    return lambda batch: jitted(model, state, batch)
-
-
-def seconds_of(step: Callable[[Any], jax.Array], batch: Any) -> float:
-    start = time.perf_counter()
-    jax.block_until_ready(step(batch))
-    return time.perf_counter() - start
+        text = SEARCHED.read_text()
+    return schemes.named_scheme(text, SCHEMES)
 
 
 def measure(key: dict[str, Any], update: Update) -> dict[str, Any]:
@@ -157,120 +106,34 @@ def measure(key: dict[str, Any], update: Update) -> dict[str, Any]:
     )
     batches = list(task.train.batches(key["batch_size"], key["seed"], key["steps"]))
     example = next(task.train.batches(key["batch_size"], key["seed"], 1))
-    everything = poet_jax.train_step(
-        model,
-        WITHOUT_LIMIT,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        planner=poet_jax.keep_all,
-        device=poet_jax.devices.ALL[DEVICES[0]],
-        plan_cache=PLAN_CACHE.value,
+    full_bytes = schemes.full_keep_all_bytes(
+        model, example, optimizer, PLAN_CACHE.value
     )
-    full_bytes = everything.plan(example).baseline.peak_bytes
-    del everything
     step = poet_jax.train_step(
         model,
-        budget_bytes(key["budget"], full_bytes),
+        schemes.budget_bytes(key["budget"], full_bytes),
         loss_fn=loss_fn,
         optimizer=optimizer,
         update=update,
         planner=poet_jax.MilpPlanner(time_limit_seconds=TIME_LIMIT.value),
         plan_cache=PLAN_CACHE.value,
     )
-    row = key | {
-        "chance": f"{task.chance:.4f}",
-        "held_out": len(task.held_out.labels),
-        "full_keep_all_bytes": full_bytes,
-    }
-    try:
-        schedule = step.plan(example)
-    except poet_jax.BudgetTooSmall as error:
-        return row | {"status": "IMPOSSIBLE" if error.exact else "NONE"}
-    row |= planned(schedule) | {"trained_parameters": trained_parameters(step)}
-    logging.info("%s", schedule)
+    row = key | {"full_keep_all_bytes": full_bytes}
+    row |= schemes.planned(step, example)
+    if "planned_bytes" not in row:
+        return row
     losses = []
     for batch in batches:
         losses.append(float(step(batch)))
         logging.log_every_n(logging.INFO, "loss %.3f", 10, losses[-1])
     if losses:
-        row |= {
-            "first_loss": f"{losses[0]:.4f}",
-            "last_loss": f"{statistics.mean(losses[-5:]):.4f}",
-            "accuracy": f"{accuracy(step.merged(), task.held_out):.4f}",
-        }
+        row |= schemes.outcome(losses, step.merged(), task.held_out)
     else:
         step(example)  # compiles
-    return row | compare(step, example, key["seed"], optimizer)
-
-
-def budget_bytes(budget: str, full_bytes: int) -> int:
-    """A budget in bytes, percentages being of `full_bytes`."""
-    if budget == "all":
-        return WITHOUT_LIMIT
-    return int(parse_budget(budget, full_bytes).memory_bytes)
-
-
-def trained_parameters(step: Any) -> int:
-    """How many numbers an nnx step trains."""
-    params = nnx.as_pure(nnx.state(step.model, nnx.Param))
-    trainable = nnx.as_pure(step.optimizer.part).split(params)
-    return sum(x.size for x in jax.tree.leaves(trainable))
-
-
-def planned(schedule: poet_jax.Schedule) -> dict[str, Any]:
-    """What the plan says, also of devices that would run it."""
-    row = {
-        "keep_all_bytes": schedule.baseline.peak_bytes,
-        "budget_bytes": schedule.budget.memory_bytes,
-        "planned_bytes": schedule.usage.peak_bytes,
-        "status": schedule.plan.status.name,
-        "gap": f"{schedule.plan.gap:.6f}",
-    }
-    for name in DEVICES:
-        costs = poet_jax.price(schedule.graph, poet_jax.devices.ALL[name])
-        program = poet_jax.lower(schedule.graph, schedule.plan)
-        usage = poet_jax.simulate(program, costs)
-        row[f"{name}_seconds"] = f"{usage.seconds:.4f}"
-        row[f"{name}_joules"] = f"{usage.joules:.4f}"
-    return row
-
-
-def compare(
-    step: Any, batch: Any, seed: int, optimizer: optax.GradientTransformation
-) -> dict[str, Any]:
-    """Memory of a step, and its time beside that of full fine-tuning by `nnx.jit`."""
-    state = in_ram((nnx.state(step.model), nnx.state(step.optimizer), batch))
-    rise = 0
-    for _ in range(2):
-        gc.collect()
-        poet_jax.release()
-        before = memory.resident_bytes() - state
-        memory.reset_high_water()
-        step(batch)
-        rise = max(rise, memory.high_water_bytes() - before)
-    plain = plain_step(load_minilm(len(CHAPTERS), seed=seed)[0], optimizer)
-    plain(batch)  # compiles
-    ours, theirs = [], []
-    for number in range(PAIRS.value):
-        turns = [(step, ours), (plain, theirs)]
-        for run, seconds in turns if number % 2 else reversed(turns):
-            seconds.append(seconds_of(run, batch))
-    run = step.last_run
-    row = {
-        "peak_bytes": run.peak_bytes,
-        "rise_bytes": rise,
-        "paged_bytes": run.bytes_paged_out + run.bytes_paged_in,
-        "recomputed": run.recomputed,
-        "pairs": len(ours),
-    }
-    if ours:
-        ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
-        row |= {
-            "seconds": f"{statistics.median(ours):.4f}",
-            "full_jit_seconds": f"{statistics.median(theirs):.4f}",
-            "ratio": f"{statistics.median(ratios):.4f}",
-        }
-    return row
+    plain = schemes.plain_step(
+        load_minilm(len(CHAPTERS), seed=key["seed"])[0], optimizer
+    )
+    return row | schemes.measured(step, example, plain, PAIRS.value)
 
 
 def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
@@ -315,14 +178,13 @@ def todo(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
     """The keys that flags ask for and `rows` lack; ValueError for a bad flag."""
     keys = []
     for budget in BUDGETS.value:
-        budget_bytes(budget, 2**30)
+        schemes.budget_bytes(budget, 2**30)
         for update in UPDATES.value:
             rate = LEARNING_RATE.value or parse_scheme(update)[1]
             key = (update, budget, STEPS.value, rate, LENGTH.value, BATCH_SIZE.value,
                    SEED.value)  # fmt: skip
             keys.append(dict(zip(KEY, key, strict=True)))
-    done = [tuple(row[name] for name in KEY) for row in rows]
-    return [key for key in keys if tuple(map(str, key.values())) not in done]
+    return schemes.missing(keys, rows)
 
 
 def main(argv: list[str]) -> None:
@@ -334,25 +196,13 @@ def main(argv: list[str]) -> None:
     try:
         keys = [] if PLOT.value else todo(read_rows(path))
         if len(keys) == 1:
-            row = measure(keys[0], parse_scheme(keys[0]["update"])[0])
-            logging.info("%s", row)
-            is_new = not path.exists()
-            with open(path, "a", newline="") as file:
-                writer = csv.DictWriter(file, COLUMNS)
-                if is_new:
-                    writer.writeheader()
-                writer.writerow(row)
+            update, _ = parse_scheme(keys[0]["update"])
+            schemes.append_rows(path, COLUMNS, [measure(keys[0], update)])
     except (ValueError, ModuleNotFoundError) as error:
         raise SystemExit(str(error)) from error
     for key in keys if len(keys) > 1 else []:
         others = ("pairs", "time_limit", "plan_cache", "output", "verbosity")
-        asked = key | {name: flags.FLAGS[name].value for name in others}
-        # What one row leaves in memory is not the next one's.
-        subprocess.run(
-            [sys.executable, "-m", "experiments.finetune"]
-            + [f"--{name}={value}" for name, value in asked.items()],
-            check=True,
-        )
+        schemes.run_alone("experiments.finetune", key, others)
     plot(read_rows(path), folder / "schemes.png")
 
 

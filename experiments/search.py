@@ -31,9 +31,10 @@ from absl import app, flags, logging
 
 import poet_jax
 from experiments.data import Dataset
-from experiments.minilm import accuracy, load_minilm
+from experiments.minilm import load_minilm
 from experiments.models import loss_fn
 from experiments.passages import CHAPTERS, chapters_task
+from experiments.schemes import WITHOUT_LIMIT, accuracy
 from experiments.steps import read_rows
 from poet_jax.update import Found, Update, contributions, evolve, search
 
@@ -44,7 +45,6 @@ ITEMS = {f"blocks/{block}/{part}": 1.0 for block in range(BLOCKS) for part in PA
 LEARNING_RATE = 1e-3
 BATCH_SIZE = 16
 SCORED_LENGTH, SEARCHED_LENGTH = 32, 128
-WITHOUT_LIMIT = 2**40
 METHODS = {"joint program": search, "evolution": evolve}
 
 STEPS = flags.DEFINE_integer("steps", 60, "Steps for each score.", lower_bound=1)

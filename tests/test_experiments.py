@@ -30,6 +30,7 @@ NAMES = (
     "resnet34:width=4",
     "resnet50:width=4",
     "vgg16:width=4",
+    "mobilenetv2:width=0.1,depth=0.3",
     f"bert:{NARROW_TEXT}",
     f"bert:{NARROW_TEXT},norm=pre,dropout=0.1",
     f"gpt:{NARROW_TEXT}",
@@ -72,7 +73,7 @@ def test_frameworks_agree_on_logits_and_parameters(name):
     assert in_nnx[0] == expected
 
 
-@pytest.mark.parametrize("name", ["cnn:width=4", "vgg16:width=4", "resnet18:width=4"])
+@pytest.mark.parametrize("name", [NAMES[1], NAMES[2], NAMES[5], NAMES[6]])
 @pytest.mark.parametrize("shape", [(8, 8, 1), (28, 28, 1)])
 def test_image_models_take_every_image_size(name, shape):
     in_nnx, in_linen = shapes_of(name, DatasetSpec(shape, 10))
@@ -85,6 +86,12 @@ def test_resnets_have_the_published_number_of_parameters():
     assert shapes_of("resnet50", IMAGES)[0][1] == 23_520_842
     demo = nnx.eval_shape(lambda: models.ResNet18(rngs=nnx.Rngs(0)))
     assert parameters(nnx.state(demo, nnx.Param)) == 11_173_962
+
+
+def test_mobilenetv2_has_the_published_number_of_parameters():
+    """3,504,872 with 1,000 classes, as torchvision lists it, for images of any size."""
+    spec = DatasetSpec((32, 32, 3), 1000)
+    assert shapes_of("mobilenetv2", spec)[0][1] == 3_504_872
 
 
 def test_gpt_does_not_look_ahead():

@@ -148,7 +148,7 @@ def test_passages_share_no_paragraph_and_every_third_is_held_out(monkeypatch):
     assert len(task.held_out.labels) == -(-len(rows) // 3)
     for part in (task.train, task.held_out):
         assert part.inputs.shape[1:] == (32,) and set(part.labels) == {0, 1}
-    assert 0.5 <= task.chance < 1
+    assert 0.5 <= task.held_out.chance < 1
 
 
 def test_an_absent_package_is_named(monkeypatch):

@@ -1,0 +1,252 @@
+"""Schemes that train a part of a model: how each is named, measured and written down.
+
+What `experiments.finetune` and `experiments.adapt` share. Schemes are named in a table
+of updates with their learning rates, or fractions as JSON. Seconds are medians, beside
+`nnx.jit` of full training in turns; the ratio is the median over pairs. The rise is of
+the process's high-water mark (VmHWM) in a step over what the process held besides the
+step's arguments. Joules are modelled, for the plan that ran, if a device had the memory
+that the budget grants.
+"""
+
+import csv
+import gc
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from absl import flags, logging
+from flax import nnx
+
+import poet_jax
+from experiments import memory
+from experiments.data import Dataset
+from experiments.models import loss_fn
+from experiments.steps import in_ram
+from poet_jax.plan import parse_budget
+from poet_jax.update import Update
+
+Schemes = Mapping[str, tuple[Update, float]]
+DEVICES = ("RASPBERRY_PI_4", "JETSON_TX2")
+WITHOUT_LIMIT = 2**40
+EVALUATED = 32  # examples at once
+OTHER_RATE = 1e-3  # of a scheme in JSON
+
+# What a row says besides its key.
+COLUMNS = (
+    "trained_parameters", "accuracy", "chance", "held_out", "first_loss", "last_loss",
+    "full_keep_all_bytes", "keep_all_bytes", "budget_bytes", "status", "gap",
+    "planned_bytes", "peak_bytes", "rise_bytes", "paged_bytes", "recomputed",
+    "seconds", "full_jit_seconds", "ratio", "pairs",
+    *(f"{device}_{what}" for device in DEVICES for what in ("seconds", "joules")),
+)  # fmt: skip
+
+
+def named_scheme(text: str, schemes: Schemes, **options: Any) -> tuple[Update, float]:
+    """The update that a flag names, and its learning rate.
+
+    Args:
+      text: one of `schemes`, or fractions by pattern as JSON.
+      options: of an `Update` from JSON.
+
+    Raises ValueError for no scheme.
+    """
+    if text in schemes:
+        return schemes[text]
+    try:
+        return Update(json.loads(text), **options), OTHER_RATE
+    except (json.JSONDecodeError, TypeError, AttributeError):
+        raise ValueError(
+            f"The update {text!r} was asked for. The schemes are {', '.join(schemes)}, "
+            "and fractions by pattern as JSON. Type for example --update=bias_only, or "
+            '--update=\'{"blocks/5/**": 1, "head/**": 1}\'.'
+        ) from None
+
+
+def budget_bytes(budget: str, full_bytes: int) -> int:
+    """A budget in bytes, percentages being of `full_bytes`."""
+    if budget == "all":
+        return WITHOUT_LIMIT
+    return int(parse_budget(budget, full_bytes).memory_bytes)
+
+
+def full_keep_all_bytes(
+    model: nnx.Module,
+    batch: Any,
+    optimizer: optax.GradientTransformation,
+    plan_cache: str,
+) -> int:
+    """What a step of full training needs when everything is kept."""
+    step = poet_jax.train_step(
+        model,
+        WITHOUT_LIMIT,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        planner=poet_jax.keep_all,
+        device=poet_jax.devices.ALL[DEVICES[0]],
+        plan_cache=plan_cache,
+    )
+    return step.plan(batch).baseline.peak_bytes
+
+
+def accuracy(model: Any, examples: Dataset) -> float:
+    """The part of `examples` that the model puts into the right class."""
+    answer = nnx.jit(lambda model, inputs: model(inputs).argmax(-1))
+    missing = -len(examples.inputs) % EVALUATED
+    widths = [(0, missing)] + [(0, 0)] * (examples.inputs.ndim - 1)
+    padded = np.pad(examples.inputs, widths, mode="edge")
+    answers = [
+        answer(model, part) for part in np.split(padded, len(padded) // EVALUATED)
+    ]
+    right = np.concatenate(answers)[: len(examples.labels)] == examples.labels
+    return float(right.mean())
+
+
+def plain_step(
+    model: nnx.Module, optimizer: optax.GradientTransformation
+) -> Callable[[Any], jax.Array]:
+    """Full training by `nnx.jit`: a function from a batch to its loss."""
+    state = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+
+    def step(model, state, batch):
+        loss, gradients = nnx.value_and_grad(loss_fn)(model, batch)
+        state.update(model, gradients)
+        return loss
+
+    jitted = nnx.jit(step, donate_argnums=(0, 1))
+    return lambda batch: jitted(model, state, batch)
+
+
+def trained_parameters(step: Any) -> int:
+    """How many numbers an nnx step trains."""
+    params = nnx.as_pure(nnx.state(step.model, nnx.Param))
+    part = getattr(step.optimizer, "part", None)
+    trainable = params if part is None else nnx.as_pure(part).split(params)
+    return sum(x.size for x in jax.tree.leaves(trainable))
+
+
+def planned(step: Any, batch: Any) -> dict[str, Any]:
+    """What the plan of an nnx step says, also of devices that would run it.
+
+    It says no more than a status, IMPOSSIBLE or NONE, if there is no plan.
+    """
+    try:
+        schedule = step.plan(batch)
+    except poet_jax.BudgetTooSmall as error:
+        return {"status": "IMPOSSIBLE" if error.exact else "NONE"}
+    logging.info("%s", schedule)
+    row = {
+        "trained_parameters": trained_parameters(step),
+        "keep_all_bytes": schedule.baseline.peak_bytes,
+        "budget_bytes": schedule.budget.memory_bytes,
+        "planned_bytes": schedule.usage.peak_bytes,
+        "status": schedule.plan.status.name,
+        "gap": f"{schedule.plan.gap:.6f}",
+    }
+    for name in DEVICES:
+        costs = poet_jax.price(schedule.graph, poet_jax.devices.ALL[name])
+        program = poet_jax.lower(schedule.graph, schedule.plan)
+        usage = poet_jax.simulate(program, costs)
+        row[f"{name}_seconds"] = f"{usage.seconds:.4f}"
+        row[f"{name}_joules"] = f"{usage.joules:.4f}"
+    return row
+
+
+def outcome(losses: Sequence[float], model: Any, held_out: Dataset) -> dict[str, Any]:
+    """What training with these losses came to."""
+    return {
+        "chance": f"{held_out.chance:.4f}",
+        "held_out": len(held_out.labels),
+        "first_loss": f"{losses[0]:.4f}",
+        "last_loss": f"{statistics.mean(losses[-5:]):.4f}",
+        "accuracy": f"{accuracy(model, held_out):.4f}",
+    }
+
+
+def measured(
+    step: Any, batch: Any, plain: Callable[[Any], jax.Array], pairs: int
+) -> dict[str, Any]:
+    """Memory of a step that has run, and its time beside that of `plain` in turns."""
+    state = in_ram((nnx.state(step.model), nnx.state(step.optimizer), batch))
+    rise = 0
+    for _ in range(2):
+        gc.collect()
+        poet_jax.release()
+        before = memory.resident_bytes() - state
+        memory.reset_high_water()
+        step(batch)
+        rise = max(rise, memory.high_water_bytes() - before)
+    run = step.last_run
+    row = {
+        "peak_bytes": run.peak_bytes,
+        "rise_bytes": rise,
+        "paged_bytes": run.bytes_paged_out + run.bytes_paged_in,
+        "recomputed": run.recomputed,
+        "pairs": pairs,
+    }
+    if not pairs:
+        return row
+    plain(batch)  # compiles
+    ours, theirs = [], []
+    for number in range(pairs):
+        turns = [(step, ours), (plain, theirs)]
+        for contestant, seconds in turns if number % 2 else reversed(turns):
+            start = time.perf_counter()
+            jax.block_until_ready(contestant(batch))
+            seconds.append(time.perf_counter() - start)
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return row | {
+        "seconds": f"{statistics.median(ours):.4f}",
+        "full_jit_seconds": f"{statistics.median(theirs):.4f}",
+        "ratio": f"{statistics.median(ratios):.4f}",
+    }
+
+
+def keep_compiled(folder: str) -> None:
+    """Keep all that XLA compiles in `folder`, for processes to come."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def missing(
+    keys: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[str, str]]
+) -> list[Mapping[str, Any]]:
+    """The keys that no row has."""
+    keys, rows = list(keys), list(rows)
+    done = {tuple(row[name] for name in keys[0]) for row in rows} if keys else set()
+    return [key for key in keys if tuple(map(str, key.values())) not in done]
+
+
+def append_rows(
+    path: pathlib.Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]
+) -> None:
+    """Write rows behind those of a CSV file, which is made if it is not there."""
+    is_new = not path.exists()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        if is_new:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def run_alone(module: str, asked: Mapping[str, Any], others: Iterable[str]) -> None:
+    """Run an experiment in a process of its own, with the flags `asked`.
+
+    What one row leaves in memory is not the next one's. The flags in `others` are
+    handed on as they are here; lists are flags that are given several times.
+    """
+    asked = dict(asked) | {name: flags.FLAGS[name].value for name in others}
+    command = [sys.executable, "-m", module]
+    for name, value in asked.items():
+        values = value if isinstance(value, list) else [value]
+        command += [f"--{name}={one}" for one in values]
+    subprocess.run(command, check=True)
