@@ -25,6 +25,7 @@ figures: setup
 	$(BIN)/python -m experiments.adapt --plot
 	$(BIN)/python -m experiments.adapt_search --plot
 	$(BIN)/python -m experiments.finetune --plot
+	$(BIN)/python -m experiments.search --plot
 	$(BIN)/python -m experiments.plan_benchmark --plot
 	$(BIN)/python -m experiments.step_benchmark --plot
 

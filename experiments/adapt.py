@@ -10,7 +10,7 @@ from --examples images of each: once for each --update, --budget and --seed, whi
 the classifier, the images and their order. Each gets a row in
 experiments/results/adapt/schemes.csv; rows that are there already are not measured
 again. The first command takes about 20 minutes on two cores, for twelve schemes. Expect
-about EXPECTED where chance is 0.21. The last one draws schemes.png.
+an accuracy around 0.8 where chance is 0.21. The last one draws schemes.png.
 
 An update is one of SCHEMES, or "searched", which is what `experiments.adapt_search`
 found, or JSON with a fraction for each pattern of paths, such as

@@ -50,7 +50,7 @@ METHODS = {"joint program": search, "evolution": evolve}
 STEPS = flags.DEFINE_integer("steps", 60, "Steps for each score.", lower_bound=1)
 BUDGET = flags.DEFINE_string("budget", "16.6%", "Size, or percentage of full keep-all.")
 DEADLINES = flags.DEFINE_multi_float(
-    "deadline", [0.65, 0.8], "Share of full keep-all's planned seconds."
+    "deadline", [0.65], "Share of full keep-all's planned seconds."
 )
 PLAN_CACHE = flags.DEFINE_string(
     "plan_cache", "outputs/plans", "Folder for costs and plans."

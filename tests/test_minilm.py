@@ -200,6 +200,11 @@ def test_fine_tuning_draws_its_rows_and_names_a_bad_scheme(tmp_path):
     done = finetune("--plot", f"--output={tmp_path}")
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "schemes.png").read_bytes().startswith(b"\x89PNG")
+    for name in ("contributions.jsonl", "searches.csv"):
+        shutil.copy(rows.parent / name, tmp_path)
+    command = [sys.executable, "-m", "experiments.search", "--plot"]
+    subprocess.run([*command, f"--output={tmp_path}"], check=True)
+    assert (tmp_path / "search.png").read_bytes().startswith(b"\x89PNG")
     failed = finetune("--update=biases", f"--output={tmp_path}")
     assert failed.returncode == 1 and "The schemes are full" in failed.stderr
     assert (tmp_path / "schemes.csv").read_bytes() == rows.read_bytes()
