@@ -223,7 +223,7 @@ def todo(rows: list[dict[str, str]]) -> list[tuple[dict[str, Any], list[int]]]:
 def parse_scheme(text: str) -> tuple[Update, float]:
     """The update that a flag names, and its learning rate; ValueError for no scheme."""
     if text == "searched":
-        return Update(json.loads(SEARCHED.read_text()), **KEEP), 1e-2
+        return Update(json.loads(SEARCHED.read_text()), **KEEP), 3e-3
     return schemes.named_scheme(text, SCHEMES, **KEEP)
 
 
