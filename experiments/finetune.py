@@ -143,8 +143,9 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
     figure = Figure(figsize=(9, 4), layout="constrained")
     memory_axis, time_axis = figure.subplots(1, 2, sharey=True)
     # Okabe and Ito's colours, which are told apart without red or green.
-    colours = ["#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00"]
-    for name, colour, marker in zip(SCHEMES, colours, "osv^DP", strict=True):
+    colours = "#000000 #E69F00 #56B4E9 #009E73 #0072B2 #D55E00 #CC79A7".split()
+    names = [*SCHEMES, "searched"]
+    for name, colour, marker in zip(names, colours, "osv^DPX", strict=True):
         for row in rows:
             if row["update"] != name or not (row["accuracy"] and row["ratio"]):
                 continue
