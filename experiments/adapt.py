@@ -85,7 +85,7 @@ COLOURS = (
     "#009E73", "#009E73", "#009E73", "#D55E00", "#D55E00", "#0072B2",
     "#E69F00",
 )  # fmt: skip
-MARKERS = "osxv^<*<d>PXDh"
+MARKERS = "ospv^<*<d>PXDh"
 
 UPDATES = flags.DEFINE_multi_string(
     "update",
@@ -239,13 +239,24 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
     groups = collections.defaultdict(list)
     for row in rows:
         if row["update"] in marks and row["accuracy"] and row["ratio"]:
-            groups[row["update"], row["budget"]].append(row)
-    for (name, budget), group in groups.items():
+            limit = "all" if row["budget"] == "all" else int(row["budget_bytes"])
+            groups[row["update"], limit].append(row)
+    limits = collections.defaultdict(list)
+    for name, limit in groups:
+        limits[name] += [] if limit == "all" else [limit]
+    shown = [
+        (name, limit, limit == "all")
+        for name, found in limits.items()
+        for limit in ("all", *sorted(found)[:1])
+        if (name, limit) in groups
+    ]
+    for name, limit, free in shown:
+        group = groups[name, limit]
         colour, marker = marks[name]
         style = {
             "color": colour,
             "marker": marker,
-            "fillstyle": "none" if budget == "all" else "full",
+            "fillstyle": "none" if free else "full",
             "elinewidth": 0.8,
         }
         accuracies = [100 * float(row["accuracy"]) for row in group]
@@ -255,13 +266,8 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
             (time_axis, statistics.mean(float(x["ratio"]) for x in group)),
         ):
             axis.errorbar(x, mean, error, **style)
-    for _, budget in groups:
-        if budget != "all":
-            (row, *_) = groups[_, budget]
-            line = int(row["budget_bytes"]) / 2**20
-            memory_axis.axvline(line, color="#999999", linewidth=0.8)
     memory_axis.set_xlim(0)
-    memory_axis.set_xlabel("MiB of arrays at once; filled: within the line")
+    memory_axis.set_xlabel("MiB of arrays at once; filled: in the least budget tried")
     memory_axis.set_ylabel("accuracy on images of the new classes (%)")
     time_axis.set_xlim(0)
     time_axis.axvline(1, color="#999999", linewidth=0.8)

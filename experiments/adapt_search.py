@@ -141,11 +141,11 @@ def plot(gains: dict[str, float], chosen: set[str], folder: pathlib.Path) -> Non
     colours = dict(zip(PARTS, ("#0072B2", "#E69F00", "#009E73"), strict=True))
     labels = ("first pointwise", "depthwise", "second pointwise")
     names = dict(zip(PARTS, labels, strict=True))
-    for pattern, gain in gains.items():
+    for pattern in sorted(gains, key=lambda x: PARTS.index(x.split("/")[2])):
         _, block, part, *_ = pattern.split("/")
         axis.bar(
             int(block) + 0.27 * (PARTS.index(part) - 1),
-            100 * gain,
+            100 * gains[pattern],
             0.25,
             color=colours[part],
             edgecolor="black" if pattern in chosen else "none",
@@ -154,7 +154,8 @@ def plot(gains: dict[str, float], chosen: set[str], folder: pathlib.Path) -> Non
     axis.axhline(0, color="#999999", linewidth=0.8)
     axis.set_xlabel("block; outlined: chosen by the search")
     axis.set_ylabel("points over the classifier alone")
-    axis.legend(frameon=False, fontsize=8)
+    axis.set_ylim(top=115 * max(gains.values()))
+    axis.legend(frameon=False, fontsize=8, loc="upper left")
     figure.savefig(folder / "contributions.png", dpi=130)
 
 
