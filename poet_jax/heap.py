@@ -6,9 +6,10 @@ import sys
 from collections.abc import Callable
 
 _M_ARENA_MAX = -8  # glibc's <malloc.h>
-_PAGE_BYTES = mmap.PAGESIZE
+PAGE_BYTES = mmap.PAGESIZE
 _MADV_DONTNEED, _MADV_FREE = 4, 8  # Linux's <mman.h>
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
+_MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 
 
 def _find_glibc():
@@ -18,6 +19,9 @@ def _find_glibc():
     if not hasattr(library, "malloc_trim"):
         return None
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    size, flags = ctypes.c_size_t, ctypes.c_int
+    library.mremap.argtypes = [ctypes.c_void_p, size, size, flags, ctypes.c_void_p]
+    library.mremap.restype = ctypes.c_void_p
     # One heap for all threads: what one of XLA's threads frees serves the others.
     library.mallopt(_M_ARENA_MAX, 1)
     return library
@@ -36,39 +40,57 @@ def release() -> None:
         _glibc.malloc_trim(0)
 
 
-def release_pages(address: int, nbytes: int) -> bool:
-    """Return the whole pages of a block to the system; True if that was done.
+def whole_pages(address: int, nbytes: int) -> tuple[int, int]:
+    """(address, count) of the pages that lie within a block."""
+    start = -(-address // PAGE_BYTES) * PAGE_BYTES
+    return start, max(0, (address + nbytes - start) // PAGE_BYTES)
 
-    The block stays allocated. Its contents are lost, and the next write to it takes new
-    pages.
+
+def move_pages(source: int, target: int, count: int) -> bool:
+    """Give the physical memory of `count` pages to others; True if that was done.
+
+    Nothing is copied or cleared, so it takes microseconds. Both blocks stay allocated;
+    what the target held is lost, and the next write to the source takes new pages.
+    Linux moves pages of the process's own memory since 5.7.
     """
-    return _advise(address, nbytes, _MADV_DONTNEED)
-
-
-def lend_pages(address: int, nbytes: int) -> None:
-    """Let the system take the whole pages of a block if it runs short of memory.
-
-    Until it does, writing to the block costs nothing. Its contents may be lost.
-    """
-    _advise(address, nbytes, _MADV_FREE)
-
-
-def populate_pages(address: int, nbytes: int) -> None:
-    """Take the pages of a released block at once, huge ones where there are any.
-
-    That costs a quarter of taking them one by one as they are written to. A kernel that
-    does not know one of these requests (Linux before 5.14) ignores it.
-    """
-    _advise(address, nbytes, _MADV_HUGEPAGE)
-    _advise(address, nbytes, _MADV_POPULATE_WRITE)
-
-
-def _advise(address: int, nbytes: int, advice: int) -> bool:
-    start = -(-address // _PAGE_BYTES) * _PAGE_BYTES
-    stop = (address + nbytes) // _PAGE_BYTES * _PAGE_BYTES
-    if _glibc is None or stop <= start:
+    if _glibc is None:
         return False
-    return _glibc.madvise(start, stop - start, advice) == 0
+    nbytes = count * PAGE_BYTES
+    flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
+    return _glibc.mremap(source, nbytes, nbytes, flags, target) == target
+
+
+def release_pages(address: int, count: int) -> bool:
+    """Return pages to the system; True if that was done.
+
+    Their block stays allocated. Its contents are lost, and the next write to it takes
+    new pages.
+    """
+    return _advise(address, count, _MADV_DONTNEED)
+
+
+def lend_pages(address: int, count: int) -> None:
+    """Let the system take pages if it runs short of memory.
+
+    Until it does, writing to them costs nothing. Their contents may be lost.
+    """
+    _advise(address, count, _MADV_FREE)
+
+
+def populate_pages(address: int, count: int) -> None:
+    """Take released pages at once, huge ones where there are any.
+
+    That costs half to a quarter of taking them one by one as they are written to. A
+    kernel that does not know one of these requests (Linux before 5.14) ignores it.
+    """
+    _advise(address, count, _MADV_HUGEPAGE)
+    _advise(address, count, _MADV_POPULATE_WRITE)
+
+
+def _advise(address: int, count: int, advice: int) -> bool:
+    if _glibc is None:
+        return False
+    return _glibc.madvise(address, count * PAGE_BYTES, advice) == 0
 
 
 def growth_bytes(run: Callable[[], object]) -> int:
@@ -94,4 +116,4 @@ def resident_bytes() -> int:
     if _glibc is None:
         return 0
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * _PAGE_BYTES
+        return int(file.read().split()[1]) * PAGE_BYTES

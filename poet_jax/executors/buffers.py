@@ -41,17 +41,37 @@ def view(array: jax.Array) -> np.ndarray:
 _adopt = jax.jit(lambda array: array, donate_argnums=0)
 
 
+class _Buffer:
+    """An idle array, of whose pages the first `held` are in RAM."""
+
+    def __init__(self, array: jax.Array, on_cpu: bool):
+        self.array = array
+        self.address, self.pages = 0, -(-array.nbytes // heap.PAGE_BYTES)
+        if on_cpu:
+            pointer = array.unsafe_buffer_pointer()
+            self.address, self.pages = heap.whole_pages(pointer, array.nbytes)
+        self.held = self.pages
+
+    @property
+    def next_page(self) -> int:
+        """Address of the first page that is not in RAM."""
+        return self.address + self.held * heap.PAGE_BYTES
+
+
 class Pool:
     """Idle buffers: arrays whose contents nobody reads any more, by kind.
 
-    A buffer is resident, or hollow: its pages were returned to the system and only its
-    address is kept. Which ones go hollow is Belady's choice, those needed last, for a
-    program is known ahead.
+    A buffer keeps its address, and as many of its pages as there is room for. One that
+    is taken gets the pages of those that are needed last, which is Belady's choice, for
+    a program is known ahead; moving pages costs nothing beside taking new ones.
 
     Args:
       taken: (instruction, kind) of every buffer that the program takes, in order.
       limit_bytes: the most that arrays, idle buffers and workspaces may occupy.
       on_cpu: whether buffers are host memory. Elsewhere they are deleted instead.
+
+    Attributes:
+      idle_bytes: of pages that idle buffers hold.
     """
 
     def __init__(
@@ -62,8 +82,7 @@ class Pool:
             self._needs[kind].append(row)
         self._limit_bytes, self._on_cpu = limit_bytes, on_cpu
         self._guards = on_cpu and limit_bytes >= GUARDED_BYTES
-        self._resident: dict[Kind, list[jax.Array]] = defaultdict(list)
-        self._hollow: dict[Kind, list[jax.Array]] = defaultdict(list)
+        self._idle: dict[Kind, list[_Buffer]] = defaultdict(list)
         self.idle_bytes = 0
         self._base_bytes: int | None = None
 
@@ -88,20 +107,22 @@ class Pool:
         live_bytes: int,
         more_bytes: int = 0,
     ) -> list[jax.Array]:
-        """Buffers for instruction `row`, resident.
+        """Buffers for instruction `row`, all of their pages in RAM.
 
         There is room for them and for `more_bytes` of workspace and small results,
-        beside `live_bytes` of arrays: idle buffers go hollow, also if the process is
+        beside `live_bytes` of arrays: idle buffers lose pages, also if the process is
         larger than what it should hold, and if that is not enough the heap is trimmed.
         """
         found = [self._pop(kind) for kind in kinds]
+        for buffer in found:
+            if buffer is not None:
+                self._move_pages_to(buffer, row)
         sizes = [nbytes_of(kind) for kind in kinds]
         idle_limit = self._limit_bytes - live_bytes - more_bytes - sum(sizes)
         self._shrink(self.idle_bytes - idle_limit, row)
         new_bytes = more_bytes + sum(
-            size
-            for size, (_, resident) in zip(sizes, found, strict=True)
-            if not resident
+            size if buffer is None else (buffer.pages - buffer.held) * heap.PAGE_BYTES
+            for size, buffer in zip(sizes, found, strict=True)
         )
         if self._guards and new_bytes >= NOTICED_BYTES:
             excess_bytes = self._excess_bytes(new_bytes)
@@ -109,22 +130,21 @@ class Pool:
                 self._shrink(excess_bytes + SCRATCH_BYTES, row)
                 if self._excess_bytes(new_bytes) > 0:
                     heap.release()
-        return [
-            self._fill(kind, *buffer) for kind, buffer in zip(kinds, found, strict=True)
-        ]
+        return [self._fill(*pair) for pair in zip(kinds, found, strict=True)]
 
     def give(self, array: jax.Array, donated: bool = False) -> None:
         """Keep an array that was freed, or was the caller's until it was donated."""
         if donated:
             array = _adopt(array)
-        self._resident[array.shape, array.dtype].append(array)
-        self.idle_bytes += array.nbytes
+        buffer = _Buffer(array, self._on_cpu)
+        self._idle[array.shape, array.dtype].append(buffer)
+        self.idle_bytes += buffer.held * heap.PAGE_BYTES
 
     def end(self) -> None:
         """Keep all buffers for the next run, unless the system needs their pages."""
-        for arrays in self._resident.values() if self._on_cpu else ():
-            for array in arrays:
-                heap.lend_pages(array.unsafe_buffer_pointer(), array.nbytes)
+        for buffers in self._idle.values() if self._on_cpu else ():
+            for buffer in buffers:
+                heap.lend_pages(buffer.address, buffer.held)
 
     def release(self) -> None:
         """Return the pages of all buffers; their addresses serve the next run."""
@@ -135,40 +155,62 @@ class Pool:
         held_bytes = heap.resident_bytes() - (self._base_bytes or 0)
         return held_bytes + new_bytes - self._limit_bytes
 
-    def _pop(self, kind: Kind) -> tuple[jax.Array | None, bool]:
-        """A buffer, resident if there is one such."""
-        if self._resident[kind]:
-            self.idle_bytes -= nbytes_of(kind)
-            return self._resident[kind].pop(), True
-        return (self._hollow[kind].pop() if self._hollow[kind] else None), False
+    def _pop(self, kind: Kind) -> _Buffer | None:
+        """The buffer of a kind that holds most pages."""
+        buffers = self._idle[kind]
+        if not buffers:
+            return None
+        buffer = max(buffers, key=lambda buffer: buffer.held)
+        buffers.remove(buffer)
+        self.idle_bytes -= buffer.held * heap.PAGE_BYTES
+        return buffer
 
-    def _fill(self, kind: Kind, array: jax.Array | None, resident: bool) -> jax.Array:
-        """The buffer with pages, a new one if there is none."""
-        if array is None:
+    def _fill(self, kind: Kind, buffer: _Buffer | None) -> jax.Array:
+        """The buffer with all of its pages, a new one if there is none."""
+        if buffer is None:
             return jax.block_until_ready(jnp.empty(*kind))
-        if not resident:
-            heap.populate_pages(array.unsafe_buffer_pointer(), array.nbytes)
-        return array
+        heap.populate_pages(buffer.next_page, buffer.pages - buffer.held)
+        return buffer.array
+
+    def _move_pages_to(self, buffer: _Buffer, row: int) -> None:
+        """Take the pages that it lacks from idle buffers, as far as they have any."""
+        while buffer.held < buffer.pages and self.idle_bytes:
+            _, last = self._needed_last(row)
+            count = min(buffer.pages - buffer.held, last.held)
+            last.held -= count
+            self.idle_bytes -= count * heap.PAGE_BYTES
+            if not heap.move_pages(last.next_page, buffer.next_page, count):
+                heap.release_pages(last.next_page, count)
+                heap.populate_pages(buffer.next_page, count)
+            buffer.held += count
 
     def _shrink(self, nbytes: int, row: int) -> None:
-        """Make at least `nbytes` hollow, or all."""
-        while nbytes > 0 and self.idle_bytes:
-            kind = max(
-                (kind for kind, buffers in self._resident.items() if buffers),
-                key=lambda kind: self._next_need(kind, row),
-            )
-            array = self._resident[kind].pop()
-            self.idle_bytes -= array.nbytes
-            nbytes -= array.nbytes
-            if self._on_cpu and heap.release_pages(
-                array.unsafe_buffer_pointer(), array.nbytes
-            ):
-                self._hollow[kind].append(array)
-            else:
-                array.delete()
+        """Take at least `nbytes` of pages from idle buffers, or all."""
+        count = -(-nbytes // heap.PAGE_BYTES)
+        while count > 0 and self.idle_bytes:
+            kind, last = self._needed_last(row)
+            taken = min(count, last.held)
+            last.held -= taken
+            if not self._on_cpu or not heap.release_pages(last.next_page, taken):
+                taken += last.held
+                self._idle[kind].remove(last)
+                last.array.delete()
+            self.idle_bytes -= taken * heap.PAGE_BYTES
+            count -= taken
 
-    def _next_need(self, kind: Kind, row: int) -> float:
-        """The instruction that will take the last of the idle buffers of a kind."""
+    def _needed_last(self, row: int) -> tuple[Kind, _Buffer]:
+        """The idle buffer with pages that instruction `row` and the next need last."""
+        holding = {
+            kind: [x for x in buffers if x.held] for kind, buffers in self._idle.items()
+        }
+        kind = max(
+            (kind for kind, buffers in holding.items() if buffers),
+            key=lambda kind: self._next_need(kind, len(holding[kind]), row),
+        )
+        return kind, min(holding[kind], key=lambda buffer: buffer.held)
+
+    def _next_need(self, kind: Kind, count: int, row: int) -> float:
+        """The instruction that will take the last of `count` buffers of a kind."""
         rows = self._needs[kind]
-        number = bisect.bisect_left(rows, row) + len(self._resident[kind]) - 1
+        number = bisect.bisect_left(rows, row) + count - 1
         return rows[number] if number < len(rows) else float("inf")
