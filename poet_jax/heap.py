@@ -1,6 +1,7 @@
 """The process's memory, as Linux with glibc sees it; elsewhere nothing here acts."""
 
 import ctypes
+import functools
 import mmap
 import sys
 from collections.abc import Callable
@@ -51,10 +52,39 @@ def move_pages(source: int, target: int, count: int) -> bool:
 
     Nothing is copied or cleared, so it takes microseconds. Both blocks stay allocated;
     what the target held is lost, and the next write to the source takes new pages.
-    Linux moves pages of the process's own memory since 5.7.
+    """
+    return moves_pages() and _remap(source, target, count)
+
+
+@functools.cache
+def moves_pages() -> bool:
+    """Whether pages can be moved that were moved before, as on Linux since 6.17.
+
+    Then a block is several mappings to the kernel. An older one refuses to move pages
+    of more than one, after it has unmapped the target, which is safe to try out only
+    on pages that nobody needs.
     """
     if _glibc is None:
         return False
+    first, second = (
+        mmap.mmap(-1, 2 * PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        for _ in range(2)
+    )
+    here, there = (
+        ctypes.addressof(ctypes.c_char.from_buffer(x)) for x in (first, second)
+    )
+    first[:PAGE_BYTES] = b"1" * PAGE_BYTES
+    if _remap(here, there, 1) and _remap(there, here, 2):
+        return True
+    _unused.extend((first, second))  # what is there now may not be theirs to unmap
+    return False
+
+
+_unused: list[mmap.mmap] = []
+
+
+def _remap(source: int, target: int, count: int) -> bool:
+    assert _glibc is not None
     nbytes = count * PAGE_BYTES
     flags = _MREMAP_MAYMOVE | _MREMAP_FIXED | _MREMAP_DONTUNMAP
     return _glibc.mremap(source, nbytes, nbytes, flags, target) == target

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import poet_jax
 from experiments import memory
+from poet_jax import heap
 from poet_jax.compile import is_plain, nbytes_of
 from poet_jax.executors.buffers import Pool, view
 from poet_jax.plan import PageIn, PageOut
@@ -64,6 +65,55 @@ def test_a_released_buffer_can_be_written_again():
     (array,) = pool.take([kind], 1, 0)
     view(array)[:] = 1
     assert np.asarray(array).view(np.uint8).min() == 1
+
+
+on_linux = pytest.mark.skipif(sys.platform != "linux", reason="pages of Linux")
+
+
+@pytest.mark.skipif(not heap.moves_pages(), reason="moves pages, as Linux 6.17 does")
+def test_pages_take_their_bytes_along_and_both_blocks_can_be_written():
+    nbytes = 2**20 + 100
+    source = np.random.default_rng(0).integers(0, 256, nbytes, np.uint8)
+    target = np.zeros(nbytes, np.uint8)
+    contents = source.copy()
+    (start, count), (goal, _) = (
+        heap.whole_pages(x.ctypes.data, nbytes - heap.PAGE_BYTES)
+        for x in (source, target)
+    )
+    assert count >= 254
+    assert heap.move_pages(start, goal, count)
+    length = count * heap.PAGE_BYTES
+    since, to = start - source.ctypes.data, goal - target.ctypes.data
+    np.testing.assert_array_equal(
+        target[to : to + length], contents[since : since + length]
+    )
+    source[:], target[:] = 1, 2
+    assert source.max() == 1 and target.min() == 2
+
+
+@on_linux
+@pytest.mark.parametrize("moves", [True, False])
+@settings(max_examples=20, deadline=None)
+@given(order=st.lists(st.integers(0, 2), min_size=3, max_size=30))
+def test_buffers_share_their_pages(moves, order, monkeypatch):
+    """Whatever is taken and given back in turn, the process grows by one buffer."""
+    if not moves:  # as on an older kernel
+        monkeypatch.setattr(heap, "move_pages", lambda *_: False)
+    kinds = [((n,), jnp.dtype("uint8")) for n in (2**23, 2**23 + 2**20, 2**22)]
+    largest = nbytes_of(kinds[1])
+    pool = Pool([(row, kinds[k]) for row, k in enumerate(order)], largest, True)
+    pool.begin(0)
+    for kind in kinds:  # each has an address from here on
+        pool.give(*pool.take([kind], 0, 0))
+    heap.release()
+    before = heap.resident_bytes()
+    for row, k in enumerate(order):
+        (array,) = pool.take([kinds[k]], row, 0)
+        view(array)[:] = row
+        pool.give(array)
+        assert pool.idle_bytes <= largest
+        assert heap.resident_bytes() - before <= largest + 2**21
+    pool.release()
 
 
 @pytest.mark.parametrize("see", [np.asarray, jax.dlpack.from_dlpack, np.from_dlpack])
@@ -142,7 +192,7 @@ def test_pages_of_every_dtype_come_back(dtype):
     assert runner.last_run.bytes_paged_in == graph.values[early].nbytes
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+@on_linux
 @pytest.mark.parametrize("planner", [poet_jax.greedy, poet_jax.paging_only])
 def test_the_process_grows_by_no_more_than_the_budget_and_a_slack(planner):
     """Law 9, with 100 MiB of values of 4 MiB each within 40 of them."""
