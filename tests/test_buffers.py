@@ -153,6 +153,27 @@ def test_results_are_never_overwritten_by_later_runs():
         np.testing.assert_allclose(result, jax.jit(fun)(x), rtol=1e-6)
 
 
+def test_donated_arrays_that_no_result_replaces_do_not_pile_up():
+    def fun(w, x):
+        for _ in range(3):
+            w = jnp.sin(w @ w)
+        return w + x.sum()
+
+    scheduled = poet_jax.schedule(
+        fun,
+        "100%",
+        device=poet_jax.devices.RASPBERRY_PI_4,
+        executor=poet_jax.HostExecutor(fuse=False),
+        donate_argnums=(0, 1),
+    )
+    w = jnp.ones((256, 256)) / 256
+    counts = []
+    for step in range(8):
+        w = scheduled(w, jnp.full((128, 64), step))
+        counts.append(len(jax.live_arrays()))
+    assert counts[-1] <= counts[1]
+
+
 DTYPES = ["bool", "int4", "uint2", "int8", "float4_e2m1fn", "bfloat16", "complex64"]
 
 

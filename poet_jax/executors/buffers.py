@@ -141,9 +141,16 @@ class Pool:
         self.idle_bytes += buffer.held * heap.PAGE_BYTES
 
     def end(self) -> None:
-        """Keep all buffers for the next run, unless the system needs their pages."""
-        for buffers in self._idle.values() if self._on_cpu else ():
-            for buffer in buffers:
+        """Keep what the next run can take, unless the system needs its pages.
+
+        Donated arrays that no result replaces would pile up otherwise.
+        """
+        for kind, buffers in self._idle.items():
+            while len(buffers) > len(self._needs[kind]):
+                buffer = buffers.pop()
+                self.idle_bytes -= buffer.held * heap.PAGE_BYTES
+                buffer.array.delete()
+            for buffer in buffers if self._on_cpu else ():
                 heap.lend_pages(buffer.address, buffer.held)
 
     def release(self) -> None:
@@ -169,7 +176,8 @@ class Pool:
         """The buffer with all of its pages, a new one if there is none."""
         if buffer is None:
             return jax.block_until_ready(jnp.empty(*kind))
-        heap.populate_pages(buffer.next_page, buffer.pages - buffer.held)
+        if buffer.held < buffer.pages:
+            heap.populate_pages(buffer.next_page, buffer.pages - buffer.held)
         return buffer.array
 
     def _move_pages_to(self, buffer: _Buffer, row: int) -> None:
