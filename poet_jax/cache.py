@@ -1,5 +1,6 @@
 """Plans, and measured costs, in a folder: the second start of a job plans nothing."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -74,12 +75,12 @@ class PlanCache:
     ) -> Plan:
         """`planner(graph, costs, budget)`, or what that was before."""
         path = self.folder / f"plan-{plan_key(graph, costs, budget, planner)}.json"
-        try:
+        unreadable = OSError, ValueError, KeyError, TypeError, PlanInvalid
+        with contextlib.suppress(*unreadable):
             return plan_from_dict(graph, json.loads(path.read_text()))
-        except (OSError, ValueError, KeyError, TypeError, PlanInvalid):
-            plan = planner(graph, costs, budget)
-            save_json(path, plan_to_dict(graph, plan))
-            return plan
+        plan = planner(graph, costs, budget)
+        save_json(path, plan_to_dict(graph, plan))
+        return plan
 
 
 def plan_key(graph: Graph, costs: Costs, budget: Budget, planner: Planner) -> str:

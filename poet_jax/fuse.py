@@ -1,9 +1,9 @@
 """Consecutive computes as one executable, where that fits: `Program -> Program`.
 
 A node that takes microseconds costs more to start than to compute, and XLA makes less
-of nodes that it sees one by one. A fused run holds all that it reads until its end, so
-it takes more memory than its nodes in turn; it is used where XLA's own analysis says
-that the budget holds.
+of nodes that it sees one by one. A fused run holds all that it reads until its end, and
+the pages that arrive meanwhile from its beginning, so it takes more memory than its
+nodes in turn; it is used where XLA's own analysis says that the budget holds.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from poet_jax.compile import Executable, Unit, compile_nodes, compile_units, is_
 from poet_jax.plan import Compute, PageIn, PageOut
 from poet_jax.price import Costs
 from poet_jax.program import Free, Fused, Instruction, Program
+from poet_jax.simulate import simulate
 
 # A run that XLA gave more memory than guessed is guessed again with this margin.
 MARGIN = 1.1
@@ -24,10 +25,11 @@ MARGIN = 1.1
 def fuse(program: Program, costs: Costs, memory_bytes: float) -> Program:
     """`program` with runs of computes as `Fused`, each within `memory_bytes`.
 
-    Time and transfers are those of `program`, and so are results, but for the rounding
-    of equations that XLA computes in one pass; memory inside a run differs. Runs are as
-    long as possible: their length is guessed from the sizes of values, then they are
-    compiled, and one that XLA gives more memory than guessed is cut again.
+    Transfers are those of `program` in the same order, none later than there and the
+    step no longer; so are results, but for the rounding of equations that XLA computes
+    in one pass; memory inside a run differs. Runs are as long as possible: their length
+    is guessed from the sizes of values, then they are compiled, and one that XLA gives
+    more memory than guessed is cut again.
     """
     graph = program.graph
     if not all(node.equations for node in graph.nodes):
@@ -72,7 +74,9 @@ def replace(program: Program, stretches: Iterable["Stretch"]) -> Program:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stretch:
-    """Rows `start` to `stop` of a program, computes and frees, to run as one.
+    """Rows `start` to `stop` of a program, to run as one.
+
+    Transfers in them are issued before it, and values wait for it to be freed.
 
     Attributes:
       live_bytes: in RAM before.
@@ -107,14 +111,30 @@ class Stretch:
         return dict.fromkeys(x.value for x in self.rows if isinstance(x, Free))
 
     @functools.cached_property
+    def saved(self) -> set[int]:
+        """The values whose frees wait for storage."""
+        waiting = self.program.waiting_frees
+        return {
+            x.value
+            for row, x in enumerate(self.rows, self.start)
+            if isinstance(x, Free) and row in waiting
+        }
+
+    @functools.cached_property
+    def transfers(self) -> tuple[PageIn | PageOut, ...]:
+        return tuple(x for x in self.rows if isinstance(x, PageIn | PageOut))
+
+    @functools.cached_property
     def unit(self) -> Unit:
-        """What is compiled: a result takes the memory of an equal operand that goes."""
+        """What is compiled: a result takes the memory of an equal operand that goes,
+        unless it is being copied to storage."""
         made = [v for n in self.nodes for v in self.program.graph.nodes[n].writes]
         writes = tuple(v for v in made if v not in self.freed)
         reads = self.program.reads(Fused(self.nodes, writes))
         free = defaultdict(list)
         for value in sorted(self.freed.keys() & set(reads), reverse=True):
-            free[self._kind(value)].append(value)
+            if value not in self.saved:
+                free[self._kind(value)].append(value)
         values = self.program.graph.values
         replaces = tuple(
             (free[self._kind(value)].pop(), value)
@@ -152,7 +172,9 @@ class Stretch:
         if workspace is None:
             workspace = self.factor * self.guessed_bytes
         replaced = self._bytes(old for old, _ in self.unit.replaces)
-        return self.live_bytes + self._bytes(self.unit.writes) - replaced + workspace
+        arriving = self._bytes(x.value for x in self.transfers if isinstance(x, PageIn))
+        made = self._bytes(self.unit.writes)
+        return self.live_bytes + arriving + made - replaced + workspace
 
     def with_workspace(self, workspace_bytes: int) -> "Stretch":
         """The same rows with what they really take."""
@@ -170,14 +192,23 @@ class Stretch:
     def cut(self, memory_bytes: float) -> list["Stretch"]:
         """Parts of it of two computes or more that fit, it is guessed, in order.
 
-        Parts are as long as they can be. A run that was measured is cut at least once.
+        Parts are as long as they can be, and transfers after their last compute stay
+        there. A run that was measured is cut at least once.
         """
-        computes = [n for n, x in enumerate(self.rows) if isinstance(x, Compute)]
-        ends = [*computes[1:], len(self.rows)]
-        live = [self.live_bytes]
-        for x in self.rows:
-            change = -self._bytes([x.value]) if isinstance(x, Free) else 0
-            live.append(live[-1] + change + self._bytes(self.program.writes(x)))
+        computes, ends, live = [], [], [self.live_bytes]
+        for row, x in enumerate(self.rows):
+            change = self._bytes(self.program.writes(x))
+            match x:
+                case Compute():
+                    computes.append(row)
+                    ends.append(row + 1)
+                case Free(value):
+                    change -= self._bytes([value])
+                    if row == ends[-1]:
+                        ends[-1] = row + 1
+                case PageIn(value):
+                    change += self._bytes([value])
+            live.append(live[-1] + change)
         parts = []
         first = 0
         while first < len(computes):
@@ -206,7 +237,9 @@ class Stretch:
         return parts
 
     def instructions(self) -> Iterator[Instruction]:
-        """What stands for the rows: the run, and the frees that it does not do."""
+        """What stands for the rows: their transfers, the run, and the frees that it
+        does not do."""
+        yield from self.transfers
         unit = self.unit
         made = {v for n in unit.nodes for v in self.program.graph.nodes[n].writes}
         replaced = {old for old, _ in unit.replaces}
@@ -221,55 +254,60 @@ class Stretch:
 def _stretches(program: Program, costs: Costs) -> Iterator[Stretch]:
     """The longest runs that mean the same as one executable, whatever they take.
 
-    A run ends before a transfer, before a node that waits for one, that has effects, or
-    that writes what the run has met, and before a free that waits.
+    Transfers move to their beginning. So a run ends before it saves what it has made,
+    before it loads what it has met, before a node that waits for a page that is not
+    there when the run begins, before one that has effects or writes what the run has
+    met, and before the free of a page that nobody waited for.
     """
     nbytes = costs.nbytes
+    usage = simulate(program, costs)
     resident = set(program.graph.initial)
-    loading: set[int] = set()
-    saving: set[int] = set()
-    met: set[int] = set()
+    arrival: dict[int, float] = {}  # of pages that nobody has waited for
+    met: set[int] = set()  # by the run: read, made or freed
+    made: set[int] = set()
     live = sum(int(nbytes[v]) for v in resident)
-    start, start_bytes = -1, 0
+    start, start_bytes, start_seconds = -1, 0, 0.0
 
     def run(stop: int) -> Iterator[Stretch]:
         nonlocal start
         if start >= 0:
             yield Stretch(program, costs, start, stop, start_bytes)
         start = -1
-        met.clear()
 
     for row, x in enumerate(program.instructions):
         match x:
             case Compute(number):
                 node = program.graph.nodes[number]
-                touched = {*node.reads, *node.writes}
+                waits = max((arrival.pop(v, 0.0) for v in node.reads), default=0.0)
                 repeats = not met.isdisjoint(node.writes)
-                if repeats or not loading.isdisjoint(node.reads):
+                if repeats or waits > start_seconds:
                     yield from run(row)
-                loading.difference_update(node.reads)
                 new = [v for v in node.writes if v not in resident]
                 if len(new) < len(node.writes) or not node.repeatable:
                     yield from run(row)  # it stays alone
                 elif start < 0:
                     start, start_bytes = row, live
-                met |= touched
+                    start_seconds = usage.start_seconds[row]
+                    met.clear()
+                    made.clear()
+                met.update(node.reads, node.writes)
+                made.update(node.writes)
                 resident.update(new)
                 live += sum(int(nbytes[v]) for v in new)
             case Free(value):
-                if value in saving or value in loading:
+                if value in arrival:
                     yield from run(row)
-                saving.discard(value)
-                loading.discard(value)
+                    del arrival[value]
                 met.add(value)
                 resident.remove(value)
                 live -= int(nbytes[value])
             case PageOut(value):
-                yield from run(row)
-                saving.add(value)
+                if value in made:
+                    yield from run(row)
             case PageIn(value):
-                yield from run(row)
-                loading.add(value)
+                if value in met or value in resident:
+                    yield from run(row)
+                arrival[value] = usage.stop_seconds[row]
                 if value not in resident:
                     resident.add(value)
                     live += int(nbytes[value])

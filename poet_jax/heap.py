@@ -1,16 +1,28 @@
 """The process's memory, as Linux with glibc sees it; elsewhere nothing here acts."""
 
+import contextlib
 import ctypes
 import functools
 import mmap
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 _M_ARENA_MAX = -8  # glibc's <malloc.h>
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 PAGE_BYTES = mmap.PAGESIZE
 _MADV_DONTNEED, _MADV_FREE = 4, 8  # Linux's <mman.h>
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
+
+
+class _HeapInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`, of which `keepcost` is the size of the heap's top."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks "
+        "fordblks keepcost".split()
+    )
 
 
 def _find_glibc():
@@ -23,6 +35,15 @@ def _find_glibc():
     size, flags = ctypes.c_size_t, ctypes.c_int
     library.mremap.argtypes = [ctypes.c_void_p, size, size, flags, ctypes.c_void_p]
     library.mremap.restype = ctypes.c_void_p
+    library.mincore.argtypes = [ctypes.c_void_p, size, ctypes.c_void_p]
+    library.malloc.argtypes = [size]
+    library.malloc.restype = ctypes.c_void_p
+    library.free.argtypes = [ctypes.c_void_p]
+    library.free.restype = None
+    library.sbrk.argtypes = [ctypes.c_ssize_t]
+    library.sbrk.restype = ctypes.c_void_p
+    if hasattr(library, "mallinfo2"):
+        library.mallinfo2.restype = _HeapInfo
     # One heap for all threads: what one of XLA's threads frees serves the others.
     library.mallopt(_M_ARENA_MAX, 1)
     return library
@@ -39,6 +60,74 @@ def release() -> None:
     """
     if _glibc is not None:
         _glibc.malloc_trim(0)
+
+
+def is_known() -> bool:
+    """Whether this is Linux with glibc."""
+    return _glibc is not None
+
+
+@contextlib.contextmanager
+def keeping_freed_blocks() -> Iterator[None]:
+    """While it lasts, freed blocks stay in the heap for the next ones, however large.
+
+    Otherwise glibc maps a block of more than 32 MiB anew each time, and gives back what
+    is free at the heap's top; these are the limits that it comes to by itself, too.
+    """
+    if _glibc is None:
+        yield
+        return
+    _glibc.mallopt(_M_MMAP_THRESHOLD, 2**25)
+    try:
+        _glibc.mallopt(_M_MMAP_MAX, 0)
+        _glibc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        yield
+    finally:
+        _glibc.mallopt(_M_MMAP_MAX, 2**16)
+        _glibc.mallopt(_M_TRIM_THRESHOLD, 2**26)
+
+
+def allocate(nbytes: int) -> int:
+    """The address of a new block of the heap; 0 if there is none."""
+    return (_glibc.malloc(nbytes) or 0) if _glibc is not None else 0
+
+
+def free(address: int) -> None:
+    """Give back a block that `allocate` returned, or 0."""
+    if _glibc is not None:
+        _glibc.free(address)
+
+
+def occupy_holes(most_bytes: int, least_bytes: int) -> list[int]:
+    """Blocks that take up what is free of the heap, in pieces of `most_bytes` down to
+    `least_bytes`, but for its top: the next large block will come from there.
+
+    The blocks take no memory: their pages are returned to the system.
+    """
+    if _glibc is None or not hasattr(_glibc, "mallinfo2"):
+        return []
+    top = _glibc.sbrk(0) - _glibc.mallinfo2().keepcost
+    blocks = []
+    nbytes = most_bytes
+    while nbytes >= least_bytes:
+        address = allocate(nbytes)
+        if address and address < top:
+            release_pages(*whole_pages(address, nbytes))
+            blocks.append(address)
+        else:
+            free(address)
+            nbytes //= 2
+    return blocks
+
+
+def pages_in_ram(address: int, count: int) -> bytearray:
+    """[count] 1 for each page that is in RAM, else 0."""
+    flags = bytearray(count)
+    if _glibc is not None and count:
+        vector = (ctypes.c_char * count).from_buffer(flags)
+        if _glibc.mincore(address, count * PAGE_BYTES, vector):
+            return bytearray(count)
+    return flags
 
 
 def whole_pages(address: int, nbytes: int) -> tuple[int, int]:
@@ -133,7 +222,8 @@ def growth_bytes(run: Callable[[], object]) -> int:
     try:
         with open("/proc/self/clear_refs", "w") as file:
             file.write("5")
-        run()
+        with keeping_freed_blocks():  # as in a step
+            run()
         with open("/proc/self/status") as file:
             fields = dict(line.split(":", 1) for line in file)
         return max(0, int(fields["VmHWM"].split()[0]) * 1024 - before)

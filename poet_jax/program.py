@@ -69,6 +69,19 @@ class Program:
         }
 
     @functools.cached_property
+    def waiting_frees(self) -> frozenset[int]:
+        """The instructions that free a value whose copy goes to storage first."""
+        saving: set[int] = set()
+        found = set()
+        for number, x in enumerate(self.instructions):
+            if isinstance(x, PageOut):
+                saving.add(x.value)
+            elif isinstance(x, Free) and x.value in saving:
+                saving.remove(x.value)
+                found.add(number)
+        return frozenset(found)
+
+    @functools.cached_property
     def computes(self) -> int:
         """How many executables run."""
         return sum(bool(computed(x)) for x in self.instructions)

@@ -28,7 +28,13 @@ poet_jax.compile.RECYCLED_BYTES = 1
 
 
 def pytest_configure(config):
-    """Tests compile much alike, in processes of their own: JAX keeps it on disk."""
+    """Tests compile much alike, in processes of their own: JAX keeps it on disk.
+
+    They compile more than they compute, so XLA is asked to optimise little.
+    """
+    os.environ["XLA_FLAGS"] = (
+        os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=1"
+    )
     options = {
         "jax_compilation_cache_dir": str(config.cache.mkdir("jax")),
         "jax_persistent_cache_min_compile_time_secs": 0,

@@ -1,5 +1,6 @@
 """Buffers are reused within a limit, and nobody's view of an array ever changes."""
 
+import ctypes
 import dataclasses
 import sys
 
@@ -114,6 +115,40 @@ def test_buffers_share_their_pages(moves, order, monkeypatch):
         assert pool.idle_bytes <= largest
         assert heap.resident_bytes() - before <= largest + 2**21
     pool.release()
+
+
+@on_linux
+@settings(max_examples=20, deadline=None)
+@given(order=st.lists(st.tuples(st.integers(2, 10), st.booleans()), min_size=5))
+def test_workspaces_share_the_pages_of_buffers(order):
+    """What XLA takes for a workspace, in MiB, is in RAM already, and is nobody else's;
+    results of the run that outlive it may lie there, too."""
+    kind, limit = ((2**23,), jnp.dtype("uint8")), 20 * 2**20
+    workspaces = {row: mebibytes << 20 for row, (mebibytes, _) in enumerate(order)}
+    pool = Pool([(row, kind) for row in workspaces], limit, True, workspaces)
+    (other,) = pool.take([kind], 0, 0)  # what it has to take anew it takes here
+    pool.give(other)
+    results = []
+    with heap.keeping_freed_blocks():
+        heap.release()
+        before = heap.resident_bytes()
+        for row, nbytes in workspaces.items():
+            (array,) = pool.take([kind], row, 0, 0, nbytes)
+            view(array)[:] = row
+            if order[row][1]:
+                results.append(heap.allocate(2**16))
+            block = heap.allocate(nbytes)
+            in_ram = heap.pages_in_ram(*heap.whole_pages(block, nbytes))
+            assert in_ram.count(0) <= (2**16 * len(results)) // heap.PAGE_BYTES
+            ctypes.memset(block, 255, nbytes)
+            assert view(array).min() == view(array).max() == row
+            assert heap.resident_bytes() - before <= limit + 2**21
+            heap.free(block)
+            pool.give(array)
+            assert pool.idle_bytes <= limit
+        pool.end()
+    for block in results:
+        heap.free(block)
 
 
 @pytest.mark.parametrize("see", [np.asarray, jax.dlpack.from_dlpack, np.from_dlpack])

@@ -1,6 +1,8 @@
 """Runs of nodes as one executable: the same numbers, time and transfers within the
 budget; and the whole step as `jax.jit` where the budget covers that."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,8 @@ from toy import W, X, gradient, loss
 
 import poet_jax
 from poet_jax.fuse import fuse
-from poet_jax.program import Free, Fused, computed
+from poet_jax.plan import PageIn, PageOut
+from poet_jax.program import Fused, computed
 
 MILP = poet_jax.MilpPlanner(time_limit_seconds=3)
 GENEROUS = {"device": DEVICE, "planner": poet_jax.greedy}
@@ -24,6 +27,10 @@ def assert_close(left, right):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), left, right
     )
+
+
+def transfers(program):
+    return [x for x in program.instructions if isinstance(x, PageIn | PageOut)]
 
 
 def donating(step):
@@ -48,9 +55,10 @@ def test_fusing_changes_memory_within_the_budget_and_nothing_else(case):
             fused = fuse(program, costs, memory)
             before, after = (poet_jax.simulate(p, costs) for p in (program, fused))
             assert after.peak_bytes <= memory
-            assert after.seconds == pytest.approx(before.seconds, rel=1e-9)
-            assert after.joules == pytest.approx(before.joules, rel=1e-9)
-            assert after.store_bytes == before.store_bytes
+            assert after.seconds <= before.seconds * (1 + 1e-9)
+            assert after.joules <= before.joules * (1 + 1e-9)
+            assert after.store_bytes <= before.store_bytes
+            assert transfers(fused) == transfers(program)
             nodes = [[n for x in p.instructions for n in computed(x)]
                      for p in (program, fused)]  # fmt: skip
             assert nodes[0] == nodes[1]
@@ -102,7 +110,7 @@ def test_an_argument_given_twice_is_not_written_over_while_it_is_needed():
     assert_close(outputs, jax.jit(step)(X, X))
 
 
-def test_transfers_and_what_waits_for_them_stay_where_they_were():
+def test_transfers_keep_their_order_and_none_is_later_than_it_was():
     graph = poet_jax.order(poet_jax.coarsen(poet_jax.trace(gradient, W, X)))
     costs = poet_jax.price(graph, DEVICE)
     budget = poet_jax.Budget(int(0.7 * peak_bytes(graph, costs)))
@@ -110,19 +118,16 @@ def test_transfers_and_what_waits_for_them_stay_where_they_were():
     assert program.last_page_in
     fused = fuse(program, costs, budget.memory_bytes)
     assert any(isinstance(x, Fused) for x in fused.instructions)
+    assert transfers(fused) == transfers(program)
 
-    def order(program):
-        """Transfers, and the nodes between two of them."""
-        rows, nodes = [], []
-        for x in program.instructions:
-            if computed(x):
-                nodes.extend(computed(x))
-            elif not isinstance(x, Free):
-                rows.append((tuple(nodes), x))
-                nodes = []
-        return rows
+    def nodes_before(program):
+        """How many nodes run before each transfer."""
+        counts = itertools.accumulate(len(computed(x)) for x in program.instructions)
+        rows = zip(counts, program.instructions, strict=True)
+        return [count for count, x in rows if isinstance(x, PageIn | PageOut)]
 
-    assert order(fused) == order(program)
+    pairs = zip(nodes_before(fused), nodes_before(program), strict=True)
+    assert all(after <= before for after, before in pairs)
 
 
 # The whole step.

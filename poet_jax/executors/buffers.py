@@ -6,8 +6,11 @@ twice the live arrays, or costs a page fault for every page of every result.
 
 import bisect
 import ctypes
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +23,14 @@ from poet_jax.compile import Kind, nbytes_of
 # before instructions that bring at least so much; looking takes up to 0.1 ms.
 GUARDED_BYTES = 32 * 2**20
 NOTICED_BYTES = 2**20
-# No buffer lies idle where a node may need this much beyond the workspace that XLA
-# reports: Eigen's convolutions allocate up to 18 MiB of their own.
-SCRATCH_BYTES = 16 * 2**20
-# What the heap may hold on to between runs: trimming it takes 10 ms.
-GROWTH_BYTES = 32 * 2**20
+# No buffer lies idle where a node may need this much beyond its workspace.
+SCRATCH_BYTES = 4 * 2**20
+# What the heap may hold on to, beyond what is counted: trimming it takes 10 ms.
+GROWTH_BYTES = 4 * 2**20
+# Beyond the largest workspace, as small results may lie where it began.
+SLACK_BYTES = 8 * 2**20
+# XLA frees a workspace up to a millisecond after the results are ready.
+PATIENCE = 30
 
 
 def view(array: jax.Array) -> np.ndarray:
@@ -41,21 +47,119 @@ def view(array: jax.Array) -> np.ndarray:
 _adopt = jax.jit(lambda array: array, donate_argnums=0)
 
 
-class _Buffer:
-    """An idle array, of whose pages the first `held` are in RAM."""
+class _Pages:
+    """A block of memory, and which of its pages are in RAM.
+
+    Attributes:
+      address: of the first of its pages.
+      flags: [pages] 1 for a page in RAM, else 0.
+      held: how many are in RAM.
+      kept: how many, from the first on, are not to be given away.
+    """
+
+    def __init__(self, address: int, flags: bytearray):
+        self.place(address, flags)
+
+    def place(self, address: int, flags: bytearray) -> None:
+        self.address, self.flags = address, flags
+        self.held, self.kept = flags.count(1), 0
+
+    @property
+    def spare(self) -> int:
+        """How many pages are in RAM and not kept."""
+        return self.flags.count(1, self.kept)
+
+    def missing(self, until: int) -> tuple[int, int]:
+        """(address, count) of the first pages before `until` that are not in RAM."""
+        start = self.flags.find(0, 0, until)
+        if start < 0:
+            return 0, 0
+        stop = self.flags.find(1, start, until)
+        count = (until if stop < 0 else stop) - start
+        return self.address + start * heap.PAGE_BYTES, count
+
+    def gain(self, address: int, count: int) -> None:
+        start = (address - self.address) // heap.PAGE_BYTES
+        self.flags[start : start + count] = b"\1" * count
+        self.held += count
+
+    def fill(self, until: int) -> None:
+        """Take pages anew for those before `until` that are not in RAM."""
+        while (missing := self.missing(until))[1]:
+            heap.populate_pages(*missing)
+            self.gain(*missing)
+
+    def lose(self, count: int) -> tuple[int, int]:
+        """(address, count) of the last spare pages, at most `count`, to be taken."""
+        stop = self.flags.rfind(1, self.kept) + 1
+        start = self.flags.rfind(0, self.kept, stop) + 1
+        start = max(start, self.kept, stop - count)
+        self.flags[start:stop] = bytes(stop - start)
+        self.held -= stop - start
+        return self.address + start * heap.PAGE_BYTES, stop - start
+
+
+class _Buffer(_Pages):
+    """An idle array."""
 
     def __init__(self, array: jax.Array, on_cpu: bool):
         self.array = array
-        self.address, self.pages = 0, -(-array.nbytes // heap.PAGE_BYTES)
+        address, count = 0, -(-array.nbytes // heap.PAGE_BYTES)
         if on_cpu:
             pointer = array.unsafe_buffer_pointer()
-            self.address, self.pages = heap.whole_pages(pointer, array.nbytes)
-        self.held = self.pages
+            address, count = heap.whole_pages(pointer, array.nbytes)
+        super().__init__(address, bytearray(b"\1" * count))
 
-    @property
-    def next_page(self) -> int:
-        """Address of the first page that is not in RAM."""
-        return self.address + self.held * heap.PAGE_BYTES
+    def delete(self) -> None:
+        self.array.delete()
+
+
+class _Workspace(_Pages):
+    """The block of the heap in which XLA finds room for its workspaces.
+
+    It is freed while an executable runs, and taken back with the pages that it has
+    then. XLA takes it because other free blocks that are large enough are occupied.
+    """
+
+    def __init__(self, nbytes: int):
+        self._nbytes = nbytes + heap.PAGE_BYTES  # XLA aligns what it takes
+        self._block = 0
+        self._occupied: list[int] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Take a new block."""
+        self._occupied += heap.occupy_holes(2 * self._nbytes, NOTICED_BYTES)
+        nbytes = self._nbytes + SLACK_BYTES
+        self._hold(heap.allocate(nbytes), nbytes)
+
+    def _hold(self, block: int, nbytes: int) -> None:
+        self._block = block
+        address, count = heap.whole_pages(block, nbytes if block else 0)
+        self.place(address, heap.pages_in_ram(address, count))
+
+    def take(self) -> None:
+        """Take back what is free of the block, or a new one if that is too little."""
+        if self._block:
+            return
+        least, most = self._nbytes, self._nbytes + SLACK_BYTES
+        for _ in range(PATIENCE):
+            for nbytes in range(most, least - 1, -NOTICED_BYTES):
+                block = heap.allocate(nbytes)
+                if abs(block - self.address) <= SLACK_BYTES:
+                    return self._hold(block, nbytes)
+                heap.free(block)
+            time.sleep(1e-4)
+        self._begin()
+
+    def give(self) -> None:
+        """Let XLA find it."""
+        heap.free(self._block)
+        self._block = 0
+
+    def __del__(self, free=heap.free) -> None:  # `heap` may be gone at the end
+        for block in (*self._occupied, self._block):
+            free(block)
 
 
 class Pool:
@@ -63,28 +167,38 @@ class Pool:
 
     A buffer keeps its address, and as many of its pages as there is room for. One that
     is taken gets the pages of those that are needed last, which is Belady's choice, for
-    a program is known ahead; moving pages costs nothing beside taking new ones.
+    a program is known ahead; moving pages costs nothing beside taking new ones. The
+    workspace of executables is a buffer, too.
 
     Args:
       taken: (instruction, kind) of every buffer that the program takes, in order.
       limit_bytes: the most that arrays, idle buffers and workspaces may occupy.
       on_cpu: whether buffers are host memory. Elsewhere they are deleted instead.
+      workspaces: bytes of the workspace of each computing instruction.
 
     Attributes:
       idle_bytes: of pages that idle buffers hold.
     """
 
     def __init__(
-        self, taken: Iterable[tuple[int, Kind]], limit_bytes: int, on_cpu: bool
+        self,
+        taken: Iterable[tuple[int, Kind]],
+        limit_bytes: int,
+        on_cpu: bool,
+        workspaces: Mapping[int, int] = MappingProxyType({}),
     ):
-        self._needs: dict[Kind, list[int]] = defaultdict(list)
+        self._needs: dict[Kind | None, list[int]] = defaultdict(list)
         for row, kind in taken:
             self._needs[kind].append(row)
+        large = {row: n for row, n in workspaces.items() if n >= NOTICED_BYTES}
+        self._needs[None] = sorted(large)
         self._limit_bytes, self._on_cpu = limit_bytes, on_cpu
         self._guards = on_cpu and limit_bytes >= GUARDED_BYTES
-        self._idle: dict[Kind, list[_Buffer]] = defaultdict(list)
+        self._idle: dict[Kind | None, list[Any]] = defaultdict(list)
         self.idle_bytes = 0
         self._base_bytes: int | None = None
+        self._largest_bytes = max(large.values(), default=0)
+        self._workspace: _Workspace | None = None
 
     def begin(self, live_bytes: int) -> None:
         """Note what the process holds besides `live_bytes` of arrays.
@@ -106,31 +220,47 @@ class Pool:
         row: int,
         live_bytes: int,
         more_bytes: int = 0,
+        workspace_bytes: int = 0,
     ) -> list[jax.Array]:
         """Buffers for instruction `row`, all of their pages in RAM.
 
-        There is room for them and for `more_bytes` of workspace and small results,
+        There is room for them, for a workspace and for `more_bytes` of small results,
         beside `live_bytes` of arrays: idle buffers lose pages, also if the process is
         larger than what it should hold, and if that is not enough the heap is trimmed.
+        The workspace is XLA's until the next call.
         """
+        self._regain()
         found = [self._pop(kind) for kind in kinds]
-        for buffer in found:
-            if buffer is not None:
-                self._move_pages_to(buffer, row)
-        sizes = [nbytes_of(kind) for kind in kinds]
-        idle_limit = self._limit_bytes - live_bytes - more_bytes - sum(sizes)
-        self._shrink(self.idle_bytes - idle_limit, row)
-        new_bytes = more_bytes + sum(
-            size if buffer is None else (buffer.pages - buffer.held) * heap.PAGE_BYTES
-            for size, buffer in zip(sizes, found, strict=True)
+        needing: list[tuple[_Pages, int]] = [(x, len(x.flags)) for x in found if x]
+        new_bytes = more_bytes
+        new_bytes += sum(
+            nbytes_of(k) for k, x in zip(kinds, found, strict=True) if not x
         )
-        if self._guards and new_bytes >= NOTICED_BYTES:
+        workspace = self._reserve(workspace_bytes)
+        if workspace:
+            needing.append((workspace, workspace.kept))
+        else:
+            new_bytes += workspace_bytes
+        for pages, until in needing:
+            self._move_pages_to(pages, until, row)
+            new_bytes += heap.PAGE_BYTES * pages.flags.count(0, 0, until)
+        sizes = sum(map(nbytes_of, kinds))
+        beside = live_bytes + sizes + more_bytes + workspace_bytes
+        self._shrink(self.idle_bytes + beside - self._limit_bytes, row)
+        if self._guards and (workspace or new_bytes >= NOTICED_BYTES):
             excess_bytes = self._excess_bytes(new_bytes)
             if excess_bytes > -SCRATCH_BYTES:
                 self._shrink(excess_bytes + SCRATCH_BYTES, row)
-                if self._excess_bytes(new_bytes) > 0:
+                if self._excess_bytes(new_bytes) > GROWTH_BYTES:
                     heap.release()
-        return [self._fill(*pair) for pair in zip(kinds, found, strict=True)]
+        for pages, until in needing:
+            pages.fill(until)
+        if workspace:
+            workspace.give()
+        return [
+            x.array if x else jax.block_until_ready(jnp.empty(*kind))
+            for kind, x in zip(kinds, found, strict=True)
+        ]
 
     def give(self, array: jax.Array, donated: bool = False) -> None:
         """Keep an array that was freed, or was the caller's until it was donated."""
@@ -145,17 +275,42 @@ class Pool:
 
         Donated arrays that no result replaces would pile up otherwise.
         """
+        self._regain()
         for kind, buffers in self._idle.items():
             while len(buffers) > len(self._needs[kind]):
                 buffer = buffers.pop()
                 self.idle_bytes -= buffer.held * heap.PAGE_BYTES
-                buffer.array.delete()
+                buffer.delete()
             for buffer in buffers if self._on_cpu else ():
-                heap.lend_pages(buffer.address, buffer.held)
+                heap.lend_pages(buffer.address, len(buffer.flags))
 
     def release(self) -> None:
         """Return the pages of all buffers; their addresses serve the next run."""
+        self._regain()
         self._shrink(self.idle_bytes, 0)
+
+    def _regain(self) -> None:
+        """Take the workspace back after the executable that used it."""
+        if self._workspace is not None:
+            self.idle_bytes -= self._workspace.spare * heap.PAGE_BYTES
+            self._workspace.take()
+            self._workspace.kept = 0
+            self.idle_bytes += self._workspace.held * heap.PAGE_BYTES
+
+    def _reserve(self, nbytes: int) -> _Workspace | None:
+        """The workspace, of which the first `nbytes` are not idle; None for a small
+        one."""
+        if nbytes < NOTICED_BYTES or not (self._on_cpu and heap.is_known()):
+            return None
+        if self._workspace is None:
+            self._workspace = _Workspace(self._largest_bytes)
+            self._idle[None] = [self._workspace]
+        else:
+            self.idle_bytes -= self._workspace.held * heap.PAGE_BYTES
+        pages = -(-nbytes // heap.PAGE_BYTES)
+        self._workspace.kept = min(pages, len(self._workspace.flags))
+        self.idle_bytes += self._workspace.spare * heap.PAGE_BYTES
+        return self._workspace
 
     def _excess_bytes(self, new_bytes: int) -> int:
         """How far `new_bytes` more would take the process beyond the limit."""
@@ -172,44 +327,36 @@ class Pool:
         self.idle_bytes -= buffer.held * heap.PAGE_BYTES
         return buffer
 
-    def _fill(self, kind: Kind, buffer: _Buffer | None) -> jax.Array:
-        """The buffer with all of its pages, a new one if there is none."""
-        if buffer is None:
-            return jax.block_until_ready(jnp.empty(*kind))
-        if buffer.held < buffer.pages:
-            heap.populate_pages(buffer.next_page, buffer.pages - buffer.held)
-        return buffer.array
-
-    def _move_pages_to(self, buffer: _Buffer, row: int) -> None:
+    def _move_pages_to(self, pages: _Pages, until: int, row: int) -> None:
         """Take the pages that it lacks from idle buffers, as far as they have any."""
-        while buffer.held < buffer.pages and self.idle_bytes:
+        while self.idle_bytes and (missing := pages.missing(until))[1]:
+            address, count = missing
             _, last = self._needed_last(row)
-            count = min(buffer.pages - buffer.held, last.held)
-            last.held -= count
+            source, count = last.lose(count)
             self.idle_bytes -= count * heap.PAGE_BYTES
-            if not heap.move_pages(last.next_page, buffer.next_page, count):
-                heap.release_pages(last.next_page, count)
-                heap.populate_pages(buffer.next_page, count)
-            buffer.held += count
+            if not heap.move_pages(source, address, count):
+                heap.release_pages(source, count)
+                heap.populate_pages(address, count)
+            pages.gain(address, count)
 
     def _shrink(self, nbytes: int, row: int) -> None:
         """Take at least `nbytes` of pages from idle buffers, or all."""
         count = -(-nbytes // heap.PAGE_BYTES)
         while count > 0 and self.idle_bytes:
             kind, last = self._needed_last(row)
-            taken = min(count, last.held)
-            last.held -= taken
-            if not self._on_cpu or not heap.release_pages(last.next_page, taken):
+            address, taken = last.lose(count)
+            if not self._on_cpu or not heap.release_pages(address, taken):
                 taken += last.held
                 self._idle[kind].remove(last)
-                last.array.delete()
+                last.delete()
             self.idle_bytes -= taken * heap.PAGE_BYTES
             count -= taken
 
-    def _needed_last(self, row: int) -> tuple[Kind, _Buffer]:
+    def _needed_last(self, row: int) -> tuple[Kind | None, Any]:
         """The idle buffer with pages that instruction `row` and the next need last."""
         holding = {
-            kind: [x for x in buffers if x.held] for kind, buffers in self._idle.items()
+            kind: [x for x in buffers if x.spare]
+            for kind, buffers in self._idle.items()
         }
         kind = max(
             (kind for kind, buffers in holding.items() if buffers),
@@ -217,7 +364,7 @@ class Pool:
         )
         return kind, min(holding[kind], key=lambda buffer: buffer.held)
 
-    def _next_need(self, kind: Kind, count: int, row: int) -> float:
+    def _next_need(self, kind: Kind | None, count: int, row: int) -> float:
         """The instruction that will take the last of `count` buffers of a kind."""
         rows = self._needs[kind]
         number = bisect.bisect_left(rows, row) + count - 1

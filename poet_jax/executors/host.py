@@ -120,14 +120,14 @@ class _Call:
       unit, executable: what it runs.
       workspace_bytes: while it runs.
       new_bytes: of results that replace no operand, and of the workspace.
-      pooled_bytes: of the results that it writes into the pool's buffers.
+      more_bytes: of results for which the pool has no buffers.
     """
 
     unit: Unit
     executable: Executable
     workspace_bytes: int
     new_bytes: int
-    pooled_bytes: int
+    more_bytes: int
 
 
 class Runner:
@@ -176,7 +176,9 @@ class Runner:
                 executable,
                 workspace,
                 new_bytes=written - replaced + workspace,
-                pooled_bytes=sum(map(nbytes_of, executable.destinations)),
+                more_bytes=written
+                - replaced
+                - sum(map(nbytes_of, executable.destinations)),
             )
         return calls
 
@@ -231,15 +233,17 @@ class Runner:
         start = time.perf_counter()
         pool, self._pool = self._pool, None  # a second thread gets a pool of its own
         if pool is None:
-            pool = Pool(self._taken(), self._peak_bytes, self.on_cpu)
-        step = _Step(self, leaves, pool, start)
-        try:
-            for instruction in self.program.instructions:
-                step.do(instruction)
-            outputs = step.finish()
-        finally:
-            step.close()
-        pool.end()
+            workspaces = {row: x.workspace_bytes for row, x in self.calls.items()}
+            pool = Pool(self._taken(), self._peak_bytes, self.on_cpu, workspaces)
+        with heap.keeping_freed_blocks():
+            step = _Step(self, leaves, pool, start)
+            try:
+                for instruction in self.program.instructions:
+                    step.do(instruction)
+                outputs = step.finish()
+            finally:
+                step.close()
+            pool.end()
         self._pool = pool
         self.last_run = Run(
             seconds=time.perf_counter() - start,
@@ -343,7 +347,8 @@ class _Step:
             executable.destinations,
             self.row,
             self.live_bytes,
-            call.new_bytes - call.pooled_bytes,
+            call.more_bytes,
+            call.workspace_bytes,
         )
         for old, _ in unit.replaces:
             if not self.let_go(self.arrays.pop(old)):
