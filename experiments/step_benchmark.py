@@ -55,6 +55,9 @@ CASES = {
     "unet": unet_case,
 }
 LEAST_PAIRS, MOST_PAIRS = 5, 200
+# Shorter steps are taken twice in a turn, and the second counts: the first one finds
+# the heap and the caches as another contestant left them, which no training loop does.
+WARM_SECONDS = 1.0
 COLUMNS = (
     "model", "share", "budget_bytes", "keep_all_bytes", "jit_bytes",
     "checkpoint_bytes", "status", "gap", "plan_seconds", "executables",
@@ -70,6 +73,13 @@ class Contestant:
     def __init__(self, step, state):
         self.step, self.state, self.loss = step, state, 0.0
         self.seconds: list[float] = []
+
+    def turn(self, batch) -> None:
+        """A step that counts. A short one comes after one that does not."""
+        if self.seconds and self.seconds[-1] < WARM_SECONDS:
+            self.run(batch)
+            self.seconds.pop()
+        self.run(batch)
 
     def run(self, batch) -> None:
         start = time.perf_counter()
@@ -173,14 +183,16 @@ def compare(within, plain, checkpoint, fresh_state, batch, state_bytes):
     difference = abs(ours.loss - others[0].loss)
     contestants = [ours, *others]
     for contestant in contestants:
-        contestant.seconds.clear()
+        del contestant.seconds[:-1]
     deadline = time.perf_counter() + SECONDS.value
-    while len(ours.seconds) < LEAST_PAIRS or (
-        time.perf_counter() < deadline and len(ours.seconds) < MOST_PAIRS
+    while len(ours.seconds) <= LEAST_PAIRS or (
+        time.perf_counter() < deadline and len(ours.seconds) <= MOST_PAIRS
     ):
         for contestant in contestants:
-            contestant.run(batch)
+            contestant.turn(batch)
         contestants.append(contestants.pop(0))
+    for contestant in contestants:
+        del contestant.seconds[0]  # before the turns
     run = within.last_run
     median, plain_median, checkpoint_median = (
         statistics.median(x.seconds) for x in (ours, *others)

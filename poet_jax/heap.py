@@ -12,6 +12,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 PAGE_BYTES = mmap.PAGESIZE
 _MADV_DONTNEED, _MADV_FREE = 4, 8  # Linux's <mman.h>
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
+_MAP_FIXED = 16
 _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 
 
@@ -35,6 +36,8 @@ def _find_glibc():
     size, flags = ctypes.c_size_t, ctypes.c_int
     library.mremap.argtypes = [ctypes.c_void_p, size, size, flags, ctypes.c_void_p]
     library.mremap.restype = ctypes.c_void_p
+    library.mmap.argtypes = [ctypes.c_void_p, size, flags, flags, flags, size]
+    library.mmap.restype = ctypes.c_void_p
     library.mincore.argtypes = [ctypes.c_void_p, size, ctypes.c_void_p]
     library.malloc.argtypes = [size]
     library.malloc.restype = ctypes.c_void_p
@@ -186,6 +189,25 @@ def release_pages(address: int, count: int) -> bool:
     new pages.
     """
     return _advise(address, count, _MADV_DONTNEED)
+
+
+def renew_pages(address: int, count: int) -> None:
+    """Return pages to the system and make of them one mapping of the kernel's again.
+
+    Each move of pages splits mappings, of which a process may have 65,530.
+    """
+    if _glibc is not None and count:
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED
+        _glibc.mmap(address, count * PAGE_BYTES, access, kind, -1, 0)
+
+
+def count_mappings() -> int:
+    """The kernel's mappings of this process; 0 where they are not known."""
+    if _glibc is None:
+        return 0
+    with open("/proc/self/maps", "rb") as file:
+        return file.read().count(b"\n")
 
 
 def lend_pages(address: int, count: int) -> None:

@@ -15,6 +15,7 @@ import poet_jax
 from experiments import memory
 from poet_jax import heap
 from poet_jax.compile import is_plain, nbytes_of
+from poet_jax.executors import buffers
 from poet_jax.executors.buffers import Pool, view
 from poet_jax.plan import PageIn, PageOut
 
@@ -117,12 +118,37 @@ def test_buffers_share_their_pages(moves, order, monkeypatch):
     pool.release()
 
 
+@pytest.mark.skipif(not heap.moves_pages(), reason="moves pages, as Linux 6.17 does")
+def test_moves_do_not_use_up_the_mappings_of_a_process(monkeypatch):
+    """Buffers of many sizes in turn, each of which takes pages of all others."""
+    monkeypatch.setattr(buffers, "MOVES_PER_COUNT", 100)
+    monkeypatch.setattr(buffers, "MOST_MAPPINGS", heap.count_mappings() + 500)
+    kinds = [((n,), jnp.dtype("uint8")) for n in range(2**20, 2**23, 123_456)]
+    order = np.random.default_rng(0).integers(0, len(kinds), 1500).tolist()
+    pool = Pool([(row, kinds[k]) for row, k in enumerate(order)], 2**24, True)
+    before, most = heap.count_mappings(), 0
+    for row, k in enumerate(order):
+        (array,) = pool.take([kinds[k]], row, 0)
+        view(array)[:] = row % 251
+        assert view(array)[0] == view(array)[-1] == row % 251
+        pool.give(array)
+        if row % 10 == 9:
+            pool.end()
+        if row % 100 == 0:
+            most = max(most, heap.count_mappings())
+    assert most - before < 1000
+
+
 @on_linux
+@pytest.mark.parametrize("renews", [False, True])
 @settings(max_examples=20, deadline=None)
 @given(order=st.lists(st.tuples(st.integers(2, 10), st.booleans()), min_size=5))
-def test_workspaces_share_the_pages_of_buffers(order):
+def test_workspaces_share_the_pages_of_buffers(renews, order, monkeypatch):
     """What XLA takes for a workspace, in MiB, is in RAM already, and is nobody else's;
     results of the run that outlive it may lie there, too."""
+    if renews:  # the mappings, after every row
+        monkeypatch.setattr(buffers, "MOVES_PER_COUNT", 0)
+        monkeypatch.setattr(buffers, "MOST_MAPPINGS", 0)
     kind, limit = ((2**23,), jnp.dtype("uint8")), 20 * 2**20
     workspaces = {row: mebibytes << 20 for row, (mebibytes, _) in enumerate(order)}
     pool = Pool([(row, kind) for row in workspaces], limit, True, workspaces)
@@ -146,6 +172,8 @@ def test_workspaces_share_the_pages_of_buffers(order):
             heap.free(block)
             pool.give(array)
             assert pool.idle_bytes <= limit
+            if renews:
+                pool.end()
         pool.end()
     for block in results:
         heap.free(block)

@@ -6,6 +6,7 @@ twice the live arrays, or costs a page fault for every page of every result.
 
 import bisect
 import ctypes
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +30,9 @@ SCRATCH_BYTES = 4 * 2**20
 GROWTH_BYTES = 4 * 2**20
 # Beyond the largest workspace, as small results may lie where it began.
 SLACK_BYTES = 8 * 2**20
+# Mappings are counted after so many moves, and made fewer if they are more than these.
+MOVES_PER_COUNT = 1000
+MOST_MAPPINGS = 16_000
 # XLA frees a workspace up to a millisecond after the results are ready.
 PATIENCE = 30
 
@@ -199,6 +203,7 @@ class Pool:
         self._base_bytes: int | None = None
         self._largest_bytes = max(large.values(), default=0)
         self._workspace: _Workspace | None = None
+        self._moves = 0
 
     def begin(self, live_bytes: int) -> None:
         """Note what the process holds besides `live_bytes` of arrays.
@@ -283,11 +288,22 @@ class Pool:
                 buffer.delete()
             for buffer in buffers if self._on_cpu else ():
                 heap.lend_pages(buffer.address, len(buffer.flags))
+        if self._moves >= MOVES_PER_COUNT:
+            self._moves = 0
+            if heap.count_mappings() > MOST_MAPPINGS:
+                self._renew()
 
     def release(self) -> None:
         """Return the pages of all buffers; their addresses serve the next run."""
         self._regain()
         self._shrink(self.idle_bytes, 0)
+
+    def _renew(self) -> None:
+        """Leave no page in RAM, and each buffer a single mapping."""
+        for buffer in itertools.chain(*self._idle.values()):
+            heap.renew_pages(buffer.address, len(buffer.flags))
+            buffer.place(buffer.address, bytearray(len(buffer.flags)))
+        self.idle_bytes = 0
 
     def _regain(self) -> None:
         """Take the workspace back after the executable that used it."""
@@ -334,6 +350,7 @@ class Pool:
             _, last = self._needed_last(row)
             source, count = last.lose(count)
             self.idle_bytes -= count * heap.PAGE_BYTES
+            self._moves += 1
             if not heap.move_pages(source, address, count):
                 heap.release_pages(source, count)
                 heap.populate_pages(address, count)
