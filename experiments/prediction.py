@@ -6,10 +6,9 @@ prices every node of a training step on this machine, one by one, and adds them 
 ResNet-18 (batch of 64) and a BERT of two layers; then runs the step, everything kept,
 node by node as it was priced, and as one executable under `jax.jit`, in turns. It
 writes a row for each model to experiments/results/prediction/prediction.csv, in about
-three minutes on two cores. Expect a predicted step of 0.8 to 0.9 of what is measured:
-large convolutions take up to a fourth longer in a step than alone, and what the
-executor does between nodes is not predicted. With --nodes it prints the nodes whose
-times differ most.
+three minutes on two cores. Expect a predicted step within a tenth of what is measured;
+on a machine with other work, of which pricing sees as little as a plan, it is less.
+With --nodes it prints the nodes whose times differ most.
 """
 
 import csv
