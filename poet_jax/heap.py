@@ -65,9 +65,10 @@ def release() -> None:
         _glibc.malloc_trim(0)
 
 
-def is_known() -> bool:
-    """Whether this is Linux with glibc."""
-    return _glibc is not None
+def returns_pages() -> bool:
+    """Whether pages can be returned to the system: not where the process locks them."""
+    page = mmap.mmap(-1, PAGE_BYTES)
+    return release_pages(ctypes.addressof(ctypes.c_char.from_buffer(page)), 1)
 
 
 @contextlib.contextmanager

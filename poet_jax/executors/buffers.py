@@ -316,7 +316,7 @@ class Pool:
     def _reserve(self, nbytes: int) -> _Workspace | None:
         """The workspace, of which the first `nbytes` are not idle; None for a small
         one."""
-        if nbytes < NOTICED_BYTES or not (self._on_cpu and heap.is_known()):
+        if nbytes < NOTICED_BYTES or not (self._on_cpu and heap.returns_pages()):
             return None
         if self._workspace is None:
             self._workspace = _Workspace(self._largest_bytes)
