@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import gc
 import sys
 
 import jax
@@ -149,6 +150,7 @@ def test_workspaces_share_the_pages_of_buffers(renews, order, monkeypatch):
     if renews:  # the mappings, after every row
         monkeypatch.setattr(buffers, "MOVES_PER_COUNT", 0)
         monkeypatch.setattr(buffers, "MOST_MAPPINGS", 0)
+    gc.collect()  # what other tests left behind would make holes in the heap later
     kind, limit = ((2**23,), jnp.dtype("uint8")), 20 * 2**20
     workspaces = {row: mebibytes << 20 for row, (mebibytes, _) in enumerate(order)}
     pool = Pool([(row, kind) for row in workspaces], limit, True, workspaces)
