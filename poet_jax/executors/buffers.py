@@ -260,12 +260,13 @@ class Pool:
                     heap.release()
         for pages, until in needing:
             pages.fill(until)
-        if workspace:
-            workspace.give()
-        return [
+        arrays = [
             x.array if x else jax.block_until_ready(jnp.empty(*kind))
             for kind, x in zip(kinds, found, strict=True)
         ]
+        if workspace:  # not before, or a new array would lie in it
+            workspace.give()
+        return arrays
 
     def give(self, array: jax.Array, donated: bool = False) -> None:
         """Keep an array that was freed, or was the caller's until it was donated."""
