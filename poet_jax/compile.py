@@ -136,8 +136,9 @@ class Executable:
     """A compiled unit, which writes its large results into arrays that it is given.
 
     Attributes:
-      workspace_bytes: what XLA allocates while it runs, beside operands and results;
-        `price` raises it to what a run was seen to take.
+      temp_bytes: what XLA allocates as one block while it runs, beside operands and
+        results.
+      workspace_bytes: that, which `price` raises to what a run was seen to take.
       seconds: of a run on this machine, once `price` has measured it.
       destinations: [D] shapes and dtypes of the results of `RECYCLED_BYTES` or more
         that replace no operand.
@@ -181,14 +182,14 @@ class Executable:
             given, *(operands[n] for n in self._kept)
         ).compile()
         analysis = self._compiled.memory_analysis()
-        self._temp_bytes = int(analysis.temp_size_in_bytes) if analysis else 0
-        self.workspace_bytes = self._temp_bytes
+        self.temp_bytes = int(analysis.temp_size_in_bytes) if analysis else 0
+        self.workspace_bytes = self.temp_bytes
         self.seconds: float | None = None
 
     @property
     def scratch_bytes(self) -> int:
         """The part of the workspace that XLA does not know of."""
-        return self.workspace_bytes - self._temp_bytes
+        return self.workspace_bytes - self.temp_bytes
 
     def __call__(
         self, *operands: jax.Array, into: Sequence[jax.Array] | None = None

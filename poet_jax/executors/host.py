@@ -120,7 +120,8 @@ class _Call:
       unit, executable: what it runs.
       workspace_bytes: while it runs.
       new_bytes: of results that replace no operand, and of the workspace.
-      more_bytes: of results for which the pool has no buffers.
+      more_bytes: of results for which the pool has no buffers, and of scratch.
+      block_bytes: the part of the workspace that XLA allocates as one block.
     """
 
     unit: Unit
@@ -128,6 +129,7 @@ class _Call:
     workspace_bytes: int
     new_bytes: int
     more_bytes: int
+    block_bytes: int
 
 
 class Runner:
@@ -171,15 +173,10 @@ class Runner:
                 workspace = instruction.workspace_bytes
             written = sum(graph.values[v].nbytes for v in unit.writes)
             replaced = sum(graph.values[old].nbytes for old, _ in unit.replaces)
-            calls[row] = _Call(
-                unit,
-                executable,
-                workspace,
-                new_bytes=written - replaced + workspace,
-                more_bytes=written
-                - replaced
-                - sum(map(nbytes_of, executable.destinations)),
-            )
+            new = written - replaced + workspace
+            block = min(executable.temp_bytes, workspace)
+            given = sum(map(nbytes_of, executable.destinations)) + block
+            calls[row] = _Call(unit, executable, workspace, new, new - given, block)
         return calls
 
     def _taken(self) -> Iterator[tuple[int, Kind]]:
@@ -233,7 +230,7 @@ class Runner:
         start = time.perf_counter()
         pool, self._pool = self._pool, None  # a second thread gets a pool of its own
         if pool is None:
-            workspaces = {row: x.workspace_bytes for row, x in self.calls.items()}
+            workspaces = {row: x.block_bytes for row, x in self.calls.items()}
             pool = Pool(self._taken(), self._peak_bytes, self.on_cpu, workspaces)
         with heap.keeping_freed_blocks():
             step = _Step(self, leaves, pool, start)
@@ -348,7 +345,7 @@ class _Step:
             self.row,
             self.live_bytes,
             call.more_bytes,
-            call.workspace_bytes,
+            call.block_bytes,
         )
         for old, _ in unit.replaces:
             if not self.let_go(self.arrays.pop(old)):
