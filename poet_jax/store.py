@@ -138,8 +138,9 @@ class FileStore:
             if self._chunks is None:
                 self._chunks = _Chunks(self.folder)
             offset = self._allocate(data.nbytes)
-            self._pages[key] = offset, data.nbytes, checksum(data)
-            self._chunks.write(data, offset)
+            self._pages[key] = offset, data.nbytes, 0
+            written = self._chunks.write(data, offset)
+            self._pages[key] = offset, data.nbytes, written
         except OSError as error:
             self._leaving.append(key)
             self._forget()
@@ -162,8 +163,7 @@ class FileStore:
             assert self._chunks is not None
             if length != into.nbytes:
                 raise OSError(0, f"{length} bytes were kept, {into.nbytes} asked for")
-            self._chunks.read(into, offset)
-            if checksum(into) != expected:
+            if self._chunks.read(into, offset) != expected:
                 raise OSError(0, "the bytes are not those that were written")
         except OSError as error:
             raise PageStoreError(
@@ -218,8 +218,9 @@ class FileStore:
         return self._end - nbytes
 
 
-def checksum(data: np.ndarray) -> int:
-    """CRC-32 of the sums of each sector's 64-bit words.
+def checksum(data: np.ndarray, before: int = 0) -> int:
+    """CRC-32 of the sums of each sector's 64-bit words, after what is summed up in
+    `before`.
 
     It differs for any one word that differs, and for sectors in another order. A CRC of
     all bytes would take several times as long as moving them.
@@ -227,7 +228,7 @@ def checksum(data: np.ndarray) -> int:
     whole = data.nbytes // SECTOR_BYTES * SECTOR_BYTES
     words = data[:whole].view(np.uint64).reshape(-1, SECTOR_BYTES // 8)
     sums = words.sum(axis=1, dtype=np.uint64)
-    return zlib.crc32(data[whole:].data, zlib.crc32(sums.data))
+    return zlib.crc32(data[whole:].data, zlib.crc32(sums.data, before))
 
 
 def _whole_sectors(nbytes: int) -> int:
@@ -237,7 +238,8 @@ def _whole_sectors(nbytes: int) -> int:
 class _Chunks:
     """A nameless file, read and written through two aligned buffers.
 
-    One buffer is copied while the other is on its way.
+    One buffer is copied, and summed up while it is in the processor's cache, while the
+    other is on its way.
     """
 
     def __init__(self, folder: str):
@@ -249,14 +251,16 @@ class _Chunks:
         self._buffers = [np.frombuffer(x, np.uint8) for x in maps]
         self._worker = concurrent.futures.ThreadPoolExecutor(1, "poet_jax-file")
 
-    def write(self, data: np.ndarray, offset: int) -> None:
-        under_way: list[concurrent.futures.Future] = []
+    def write(self, data: np.ndarray, offset: int) -> int:
+        """The checksum of what was written."""
+        total, under_way = 0, collections.deque[concurrent.futures.Future]()
         for number, start in enumerate(range(0, data.nbytes, CHUNK_BYTES)):
             if len(under_way) == 2:
-                under_way.pop(0).result()
+                under_way.popleft().result()
             part = data[start : start + CHUNK_BYTES]
             buffer = self._buffers[number % 2]
             buffer[: part.nbytes] = part
+            total = checksum(buffer[: part.nbytes], total)
             under_way.append(
                 self._worker.submit(
                     self._put, buffer[: _whole_sectors(part.nbytes)], offset + start
@@ -267,8 +271,10 @@ class _Chunks:
         if not self._is_direct:
             os.fdatasync(self._descriptor)  # only then can the cache let go
             self._forget(offset, data.nbytes)
+        return total
 
-    def read(self, into: np.ndarray, offset: int) -> None:
+    def read(self, into: np.ndarray, offset: int) -> int:
+        """The checksum of what was read."""
         starts = list(range(0, into.nbytes, CHUNK_BYTES))
 
         def fetch(number: int) -> concurrent.futures.Future:
@@ -279,15 +285,18 @@ class _Chunks:
                 self._get, buffer[: _whole_sectors(length)], place, length
             )
 
-        under_way = [fetch(number) for number in range(len(starts[:2]))]
+        total, under_way = 0, collections.deque(map(fetch, range(len(starts[:2]))))
         for number, start in enumerate(starts):
-            under_way.pop(0).result()
+            under_way.popleft().result()
             part = into[start : start + CHUNK_BYTES]
-            part[:] = self._buffers[number % 2][: part.nbytes]
+            buffer = self._buffers[number % 2][: part.nbytes]
+            total = checksum(buffer, total)
+            part[:] = buffer
             if number + 2 < len(starts):
                 under_way.append(fetch(number + 2))
         if not self._is_direct:
             self._forget(offset, into.nbytes)
+        return total
 
     def _put(self, data: np.ndarray, offset: int) -> None:
         done = 0
