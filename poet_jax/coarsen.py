@@ -1,7 +1,7 @@
 """Group the equations that XLA would fuse, so that a node is worth scheduling.
 
 Every expensive equation is a node of its own; the light equations between expensive
-ones form one node per connected component. Four rules keep the groups useful:
+ones form one node per connected component. Five rules keep the groups useful:
 
 - A value of at most `TINY_BYTES` does not tie two groups together: a step counter would
   otherwise join every parameter's update into one node.
@@ -10,6 +10,9 @@ ones form one node per connected component. Four rules keep the groups useful:
 - A broadcast of a tiny value is repeated inside every node that reads it.
 - A slice that the backward pass takes of what the forward pass made stays there, as
   the slice would be saved beside the whole otherwise.
+- A product that is only read transposed, as the gradient of a kernel is, is taken the
+  other way around: an update that read it across its rows would take several times as
+  long.
 
 Groups are numbered by depth, and every edge between two groups leads to a greater
 depth, so merging never makes a cycle.
@@ -63,6 +66,7 @@ class _Coarsener:
         self.free = {n for n in range(len(graph.nodes)) if self.is_free(n)}
         self.group: dict[int, _Group] = {}
         self.rooted = self.reading_only_arguments()
+        self.turned = dict(self.transposed_products())
 
     def is_tiny(self, value: int) -> bool:
         return self.graph.values[value].nbytes <= TINY_BYTES
@@ -105,6 +109,20 @@ class _Coarsener:
                 rooted.add(number)
         return rooted
 
+    def transposed_products(self) -> Iterable[tuple[int, int]]:
+        """(transpose, product of two matrices that nothing else reads), nodes."""
+        for number, node in enumerate(self.graph.nodes):
+            if node.equations[0].params.get("permutation") != (1, 0):
+                continue
+            for value, maker in self.producers(number):
+                alone = list(self.all_readers(value)) == [number]
+                if (
+                    alone
+                    and value not in self.graph.outputs
+                    and can_turn(self.graph.nodes[maker].equations[0])
+                ):
+                    yield number, maker
+
     def result(self) -> Graph:
         for number in range(len(self.graph.nodes)):
             if number not in self.free and number not in self.rooted:
@@ -123,6 +141,11 @@ class _Coarsener:
         ]
         depth = max((g.depth for _, g in edges), default=-1)
         deepest = [(v, g) for v, g in edges if g.depth == depth]
+        if number in self.turned:
+            group = self.group[self.turned[number]]
+            group.members.append(number)
+            self.group[number] = group
+            return
         if self.heavy[number] or not deepest or not self.ties(number, deepest):
             self.group[number] = _Group(depth + 1, self.heavy[number], [number])
             return
@@ -249,18 +272,50 @@ class _Coarsener:
             if v in outside or not inside.issuperset(self.all_readers(v))
         )
         local = {v: number for number, v in enumerate(reads)}
-        equations = [relocate(nodes[n], local) for n in order]
-        main = nodes[members[-1]]
-        extra = f"+{len(members) - 1}" if len(members) > 1 else ""
+        equations: dict[int, Equation] = {}
+        for n in order:
+            equations[n] = relocate(nodes[n], local)
+            if n in self.turned:
+                equations[n] = turned(equations.pop(self.turned[n]), equations[n])
+        own = [n for n in members if n not in self.turned]
+        main = nodes[own[-1]]
+        extra = f"+{len(own) - 1}" if len(own) > 1 else ""
         return Node(
             main.name + extra,
             reads,
             writes,
-            tuple(equations),
+            tuple(equations.values()),
             tuple(local[v] for v in writes),
             main.backward,
             all(nodes[n].repeatable for n in members),
         )
+
+
+def can_turn(equation: Equation) -> bool:
+    """Whether it is a product of two arrays that `turned` can take."""
+    if equation.primitive.name != "dot_general" or equation.lowering is not None:
+        return False
+    _, batch = equation.params["dimension_numbers"]
+    sharded = equation.params.get("out_sharding") is not None
+    return not sharded and not any(map(len, batch))
+
+
+def turned(product: Equation, transpose: Equation) -> Equation:
+    """The transpose of a product, as the product of its factors in the other order."""
+    ((left, right), batch), precision = (
+        product.params[name] for name in ("dimension_numbers", "precision")
+    )
+    if isinstance(precision, tuple):
+        precision = precision[::-1]
+    changed = {"dimension_numbers": ((right, left), batch), "precision": precision}
+    return dataclasses.replace(
+        product,
+        params=product.params | changed,
+        operands=product.operands[::-1],
+        operand_shapes=product.operand_shapes[::-1],
+        results=transpose.results,
+        result_shapes=transpose.result_shapes,
+    )
 
 
 def relocate(node: Node, local: dict[int, int]) -> Equation:
