@@ -19,14 +19,23 @@ from poet_jax.node_costs import write_node_costs
 from poet_jax.order import order
 from poet_jax.paged import PagedArray
 from poet_jax.pareto import Front, Point, pareto
-from poet_jax.plan import Budget, Compute, PageIn, PageOut, Plan, Stages, Status
+from poet_jax.plan import (
+    Budget,
+    Compute,
+    Free,
+    PageIn,
+    PageOut,
+    Plan,
+    Stages,
+    Status,
+)
 from poet_jax.planners.greedy import greedy, paging_only
 from poet_jax.planners.keep_all import keep_all
 from poet_jax.planners.milp import MilpPlanner
 from poet_jax.planners.paper import PaperPlanner
 from poet_jax.planners.sqrt import sqrt
 from poet_jax.price import Costs, load_instance, price
-from poet_jax.program import Free, Fused, Program, lower
+from poet_jax.program import Fused, Program, lower
 from poet_jax.simulate import Usage, simulate
 from poet_jax.state import init_paged, to_storage
 from poet_jax.store import FileStore, HostStore

@@ -13,9 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from poet_jax.compile import Executable, Unit, compile_nodes, compile_units, is_plain
-from poet_jax.plan import Compute, PageIn, PageOut
+from poet_jax.plan import Compute, Free, PageIn, PageOut
+from poet_jax.postpone import postpone
 from poet_jax.price import Costs
-from poet_jax.program import Free, Fused, Instruction, Program
+from poet_jax.program import Fused, Instruction, Program, free_soon
 from poet_jax.simulate import simulate
 
 # A run that XLA gave more memory than guessed is guessed again with this margin.
@@ -29,15 +30,38 @@ def fuse(program: Program, costs: Costs, memory_bytes: float) -> Program:
     step no longer; so are results, but for the rounding of equations that XLA computes
     in one pass; memory inside a run differs. Runs are as long as possible: their length
     is guessed from the sizes of values, then they are compiled, and one that XLA gives
-    more memory than guessed is cut again.
+    more memory than guessed is cut again. What goes to storage waits for it in the room
+    that they leave, or if that takes longer, they get the room that it leaves.
     """
-    graph = program.graph
-    if not all(node.equations for node in graph.nodes):
+    if not all(node.equations for node in program.graph.nodes):
         return program  # an instance, which nobody runs
-    alone = compile_nodes(graph)
+    late = postpone(program, costs, memory_bytes)
+    usage = simulate(late, costs)
+    begins, ends = (
+        [t for t, x in zip(times, late.instructions, strict=True) if not _frees(x)]
+        for times in (usage.start_seconds, usage.stop_seconds)
+    )
+    fused = program
+    for base in (free_soon(program), late):
+        stretches = _stretches(base, costs, zip(begins, ends, strict=True))
+        fused = replace(base, _fitting(stretches, memory_bytes))
+        fused = postpone(fused, costs, memory_bytes)
+        if simulate(fused, costs).seconds <= usage.seconds:
+            break
+    return fused
+
+
+def _frees(instruction: Instruction) -> bool:
+    return isinstance(instruction, Free)
+
+
+def _fitting(stretches: Iterable["Stretch"], memory_bytes: float) -> list["Stretch"]:
+    """Parts of the stretches that fit, once compiled."""
     fitting: list[Stretch] = []
-    waiting = [x for run in _stretches(program, costs) for x in run.cut(memory_bytes)]
+    waiting = [x for run in stretches for x in run.cut(memory_bytes)]
     while waiting:
+        graph = waiting[0].program.graph
+        alone = compile_nodes(graph)
         executables = compile_units(graph, [run.unit for run in waiting])
         too_large = []
         for run, executable in zip(waiting, executables, strict=True):
@@ -46,7 +70,7 @@ def fuse(program: Program, costs: Costs, memory_bytes: float) -> Program:
             fits = run.needed_bytes <= memory_bytes
             (fitting if fits else too_large).append(run)
         waiting = [x for run in too_large for x in run.cut(memory_bytes)]
-    return replace(program, fitting)
+    return fitting
 
 
 def scratch_bytes(alone: Iterable[Executable]) -> int:
@@ -251,8 +275,12 @@ class Stretch:
                 yield Free(value)
 
 
-def _stretches(program: Program, costs: Costs) -> Iterator[Stretch]:
+def _stretches(
+    program: Program, costs: Costs, times: Iterator[tuple[float, float]]
+) -> Iterator[Stretch]:
     """The longest runs that mean the same as one executable, whatever they take.
+
+    `times` are (start, stop) seconds of all instructions but the frees.
 
     Transfers move to their beginning. So a run ends before it saves what it has made,
     before it loads what it has met, before a node that waits for a page that is not
@@ -260,7 +288,6 @@ def _stretches(program: Program, costs: Costs) -> Iterator[Stretch]:
     met, and before the free of a page that nobody waited for.
     """
     nbytes = costs.nbytes
-    usage = simulate(program, costs)
     resident = set(program.graph.initial)
     arrival: dict[int, float] = {}  # of pages that nobody has waited for
     met: set[int] = set()  # by the run: read, made or freed
@@ -275,6 +302,7 @@ def _stretches(program: Program, costs: Costs) -> Iterator[Stretch]:
         start = -1
 
     for row, x in enumerate(program.instructions):
+        begins, ends = (0.0, 0.0) if _frees(x) else next(times)
         match x:
             case Compute(number):
                 node = program.graph.nodes[number]
@@ -287,7 +315,7 @@ def _stretches(program: Program, costs: Costs) -> Iterator[Stretch]:
                     yield from run(row)  # it stays alone
                 elif start < 0:
                     start, start_bytes = row, live
-                    start_seconds = usage.start_seconds[row]
+                    start_seconds = begins
                     met.clear()
                     made.clear()
                 met.update(node.reads, node.writes)
@@ -307,7 +335,7 @@ def _stretches(program: Program, costs: Costs) -> Iterator[Stretch]:
             case PageIn(value):
                 if value in met or value in resident:
                     yield from run(row)
-                arrival[value] = usage.stop_seconds[row]
+                arrival[value] = ends
                 if value not in resident:
                     resident.add(value)
                     live += int(nbytes[value])

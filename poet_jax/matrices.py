@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 
 from poet_jax.graph import Graph
-from poet_jax.plan import Compute, PageIn, PageOut, Plan
-from poet_jax.program import Free, lower
+from poet_jax.plan import Compute, Free, PageIn, PageOut, Plan
+from poet_jax.program import lower
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

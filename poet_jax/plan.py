@@ -103,7 +103,14 @@ class PageIn:
     value: int
 
 
-Action = Compute | PageOut | PageIn
+@dataclasses.dataclass(frozen=True)
+class Free:
+    """Drop a value from RAM; waits for its copy to storage."""
+
+    value: int
+
+
+Action = Compute | PageOut | PageIn | Free
 
 
 class Status(enum.Enum):
@@ -119,7 +126,8 @@ class Plan:
     """What to do, and how good that is.
 
     Attributes:
-      actions: every `Compute`, `PageOut` and `PageIn` in order; `lower` adds the frees.
+      actions: every `Compute`, `PageOut` and `PageIn` in order. `lower` adds the frees;
+        a value whose copy to storage need not be waited for at once has its `Free`.
       status: what is proven.
       objective: the whole step's joules, or seconds, under the rules of `simulate`.
       bound: no staged plan (see `Stages`) for this order has a lower objective.
@@ -188,7 +196,7 @@ def plan_from_dict(graph: Graph, data: dict[str, Any]) -> Plan:
             "A plan fits only the function, shapes and dtypes that it was made for. "
             "Plan again with Scheduled.plan(...), or load it where it was saved."
         )
-    kinds = {kind.__name__: kind for kind in (Compute, PageOut, PageIn)}
+    kinds = {kind.__name__: kind for kind in (Compute, PageOut, PageIn, Free)}
     return Plan(
         actions=tuple(kinds[kind](number) for kind, number in data["actions"]),
         status=Status[data["status"]],

@@ -2,18 +2,12 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 from poet_jax.errors import PlanInvalid
 from poet_jax.graph import Graph
-from poet_jax.plan import Action, Compute, PageIn, PageOut, Plan
-
-
-@dataclasses.dataclass(frozen=True)
-class Free:
-    """Drop a value from RAM; waits for its copy to storage."""
-
-    value: int
+from poet_jax.plan import Action, Compute, Free, PageIn, PageOut, Plan, Status
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +28,7 @@ class Fused:
     workspace_bytes: int = 0
 
 
-Instruction = Action | Fused | Free
+Instruction = Action | Fused
 
 
 def computed(instruction: Instruction) -> tuple[int, ...]:
@@ -149,7 +143,8 @@ def _tuples(data: Any) -> Any:
 
 
 def lower(graph: Graph, plan: Plan) -> Program:
-    """Insert every `Free`: right after the last read before a value is dropped.
+    """Insert every `Free`: right after the last read before a value is dropped, or
+    where the plan has it.
 
     A value is dropped where it is produced again or paged in again, and at the end of
     the step unless it is an output. Raises PlanInvalid if an action needs a value that
@@ -178,14 +173,29 @@ def lower(graph: Graph, plan: Plan) -> Program:
             case PageIn(value):
                 drop(value)
                 last_use[value] = position
+            case Free(value):
+                last_use[value] = position
+                drop(value)
     for value in list(last_use):
         if value not in graph.returned:
             drop(value)
     instructions: list[Instruction] = [Free(v) for v in free_after[0]]
     for position, action in enumerate(actions, start=1):
-        instructions.append(action)
+        if not isinstance(action, Free):
+            instructions.append(action)
         instructions.extend(map(Free, free_after[position]))
     return Program(graph, tuple(instructions))
+
+
+def moving(instructions: Iterable[Instruction]) -> tuple[Action, ...]:
+    """The computes and transfers, without the frees."""
+    return tuple(x for x in instructions if isinstance(x, Compute | PageIn | PageOut))
+
+
+def free_soon(program: Program) -> Program:
+    """`program` with every `Free` right after the last read before it."""
+    actions = moving(program.instructions)
+    return lower(program.graph, Plan(actions, Status.HEURISTIC, 0.0, 0.0, ""))
 
 
 def _check(graph: Graph, actions: tuple[Action, ...]) -> None:
@@ -226,5 +236,10 @@ def _check(graph: Graph, actions: tuple[Action, ...]) -> None:
                 name = graph.values[value].name
                 need(value in stored, f"pages in {name!r}, which was not paged out")
                 present.add(value)
+            case Free(value):
+                name = graph.values[value].name
+                free = value in present and value not in graph.pinned
+                need(free, f"frees {name!r}, which is not there to be freed")
+                present.remove(value)
     need(len(done) == len(graph.nodes), "does not compute every node")
     need(stored.issuperset(graph.landing), "leaves state in RAM that lives on storage")

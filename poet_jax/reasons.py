@@ -5,10 +5,10 @@ from collections import Counter
 
 from poet_jax.explain import decisions
 from poet_jax.graph import Graph
-from poet_jax.plan import Compute, PageIn, PageOut, Plan
+from poet_jax.plan import Compute, Free, PageIn, PageOut, Plan
 from poet_jax.planners.judge import judge
 from poet_jax.price import Costs
-from poet_jax.program import Free, Program, computed
+from poet_jax.program import Program, computed
 from poet_jax.simulate import Usage
 from poet_jax.units import format_bytes, format_joules, format_seconds
 

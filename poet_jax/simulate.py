@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 
 from poet_jax.errors import PlanInvalid
-from poet_jax.plan import Compute, PageIn, PageOut
+from poet_jax.plan import Compute, Free, PageIn, PageOut
 from poet_jax.price import Costs
-from poet_jax.program import Free, Fused, Instruction, Program, computed
+from poet_jax.program import Fused, Instruction, Program, computed
 from poet_jax.units import format_bytes, format_joules, format_seconds
 
 
@@ -52,6 +52,51 @@ class Usage:
         )
 
 
+class Lanes:
+    """Two lanes, compute and storage, each in order.
+
+    Attributes:
+      compute, storage: seconds until each is done with what ran so far.
+    """
+
+    def __init__(self, program: Program, costs: Costs):
+        self.program, self.costs = program, costs
+        self.compute = self.storage = 0.0
+        self._arrival: dict[int, float] = {}
+        self._departure: dict[int, float] = {}
+
+    def run(self, instruction: Instruction) -> tuple[float, float]:
+        """(start, stop) seconds of the next instruction."""
+        costs = self.costs
+        start = self.compute
+        match instruction:
+            case Compute() | Fused():
+                for value in self.program.reads(instruction):
+                    start = max(start, self._arrival.pop(value, 0.0))
+                self.compute = start
+                for number in computed(instruction):
+                    self.compute += float(costs.seconds[number])
+                return start, self.compute
+            case PageOut(value):
+                start = max(self.storage, start, self._arrival.get(value, 0.0))
+                self.storage = start + float(costs.page_out_seconds[value])
+                self._departure[value] = self.storage
+                return start, self.storage
+            case PageIn(value):
+                start = max(self.storage, start)
+                self.storage = start + float(costs.page_in_seconds[value])
+                self._arrival[value] = self.storage
+                return start, self.storage
+            case Free(value):
+                left = self._departure.pop(value, 0.0)
+                self.compute = max(start, left, self._arrival.pop(value, 0.0))
+                return start, self.compute
+
+    def departure(self, value: int) -> float:
+        """Seconds until a value's copy to storage is done."""
+        return self._departure[value]
+
+
 def simulate(program: Program, costs: Costs) -> Usage:
     """Judge `program` by the rules that the executor follows.
 
@@ -70,9 +115,8 @@ def simulate(program: Program, costs: Costs) -> Usage:
     at_home = {*graph.stored, *graph.landing}
     store = store_peak = graph.stored_bytes
     paged_in = paged_out = 0
-    compute_lane = storage_lane = compute_seconds = 0.0
-    in_done: dict[int, float] = {}
-    out_done: dict[int, float] = {}
+    compute_seconds = 0.0
+    lanes = Lanes(program, costs)
     rows = len(program.instructions)
     live_bytes = np.zeros(rows, np.int64)
     starts, stops, joules = np.zeros((3, rows))
@@ -88,10 +132,8 @@ def simulate(program: Program, costs: Costs) -> Usage:
     for row, instruction in enumerate(program.instructions):
         match instruction:
             case Compute() | Fused():
-                start = compute_lane
                 for value in program.reads(instruction):
                     require(value)
-                    start = max(start, in_done.pop(value, 0.0))
                 replaces = getattr(instruction, "replaces", ())
                 for old, _ in replaces:
                     resident.remove(old)
@@ -100,21 +142,15 @@ def simulate(program: Program, costs: Costs) -> Usage:
                 live += sum(nbytes[v] for v in writes if v not in resident)
                 resident.update(writes)
                 live_bytes[row] = live + workspace_of(instruction, costs)
-                stop = start
                 for number in computed(instruction):
-                    stop += float(costs.seconds[number])
                     compute_seconds += float(costs.seconds[number])
                     joules[row] += float(costs.joules[number])
-                compute_lane = stop
             case PageOut(value):
                 require(value)
                 stored[value] = nbytes[value]
                 store += nbytes[value]
                 paged_out += nbytes[value]
                 live_bytes[row] = live
-                start = max(storage_lane, compute_lane, in_done.get(value, 0.0))
-                stop = storage_lane = start + float(costs.page_out_seconds[value])
-                out_done[value] = stop
                 joules[row] = float(costs.page_out_joules[value])
             case PageIn(value):
                 if value not in stored:
@@ -127,27 +163,20 @@ def simulate(program: Program, costs: Costs) -> Usage:
                 resident.add(value)
                 paged_in += nbytes[value]
                 live_bytes[row] = live
-                start = max(storage_lane, compute_lane)
-                stop = storage_lane = start + float(costs.page_in_seconds[value])
-                in_done[value] = stop
                 joules[row] = float(costs.page_in_joules[value])
             case Free(value):
                 require(value)
                 live_bytes[row] = live
-                start = compute_lane
-                stop = compute_lane = max(
-                    start, out_done.pop(value, 0.0), in_done.pop(value, 0.0)
-                )
                 resident.remove(value)
                 live -= nbytes[value]
         peak = max(peak, int(live_bytes[row]))
-        starts[row], stops[row] = start, stop
+        starts[row], stops[row] = lanes.run(instruction)
         store_peak = max(store_peak, store)
         if isinstance(instruction, PageIn) and program.last_page_in[value] == row:
             store -= 0 if value in at_home else stored.pop(value)
     for value in graph.returned:
         require(value)
-    seconds = max(compute_lane, storage_lane)
+    seconds = max(lanes.compute, lanes.storage)
     return Usage(
         peak_bytes=peak,
         store_bytes=store_peak,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from poet_jax.explain import decisions
-from poet_jax.plan import Compute, PageIn
-from poet_jax.program import Free, Fused, Program
+from poet_jax.plan import Compute, Free, PageIn
+from poet_jax.program import Fused, Program
 
 KINDS = ("argument", "keep", "remat", "page")
 

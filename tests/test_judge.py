@@ -13,6 +13,10 @@ from poet_jax.planners.greedy import evict
 from poet_jax.planners.judge import keep_everything, prefetch
 
 
+def moving(judged):
+    return [x for x in judged.actions if not isinstance(x, poet_jax.Free)]
+
+
 @settings(max_examples=150)
 @given(case=budgeted_graphs(), more=st.integers(0, 10))
 def test_prefetching_is_never_later_and_never_over_the_budget(case, more):
@@ -22,7 +26,7 @@ def test_prefetching_is_never_later_and_never_over_the_budget(case, more):
     moved = prefetch(graph, costs, judged, room)
     assert moved.usage.seconds <= judged.usage.seconds
     assert moved.usage.peak_bytes <= room.memory_bytes
-    assert Counter(moved.actions) == Counter(judged.actions)
+    assert Counter(moving(moved)) == Counter(moving(judged))
     once = prefetch(graph, costs, moved, room)
     assert once.usage.seconds <= moved.usage.seconds
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from strategies import HEURISTICS, attempt, budgeted_graphs, solvers
 
 import poet_jax
-from poet_jax.plan import Compute, PageIn, PageOut
-from poet_jax.program import Free
+from poet_jax.plan import Compute, Free, PageIn, PageOut
 from poet_jax.simulate import alive_at_peak
 
 

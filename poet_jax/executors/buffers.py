@@ -71,7 +71,7 @@ class _Pages:
     @property
     def spare(self) -> int:
         """How many pages are in RAM and not kept."""
-        return self.flags.count(1, self.kept)
+        return self.flags.count(1, self.kept) if self.kept else self.held
 
     def missing(self, until: int) -> tuple[int, int]:
         """(address, count) of the first pages before `until` that are not in RAM."""

@@ -28,9 +28,9 @@ from poet_jax.executors.buffers import Pool, view
 from poet_jax.fuse import fuse
 from poet_jax.graph import Value
 from poet_jax.paged import PagedArray
-from poet_jax.plan import Compute, PageIn, PageOut
+from poet_jax.plan import Compute, Free, PageIn, PageOut
 from poet_jax.price import Costs
-from poet_jax.program import Free, Fused, Program
+from poet_jax.program import Fused, Program
 from poet_jax.simulate import simulate
 from poet_jax.store import FileStore, PageStore
 from poet_jax.units import format_bytes, format_count, format_seconds

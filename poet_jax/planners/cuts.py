@@ -18,13 +18,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from poet_jax.graph import Graph
-from poet_jax.plan import Budget, Compute, PageIn, Stages
+from poet_jax.plan import Budget, Compute, Free, PageIn, Stages
 from poet_jax.planners.choice import Choice, Chosen
 from poet_jax.planners.judge import Judged, judge
 from poet_jax.planners.objective import minimise
 from poet_jax.planners.solver import Model, xsum
 from poet_jax.price import Costs
-from poet_jax.program import Free
 
 # Values below this share of the memory stay in RAM and are not counted.
 SMALL = 2e-4

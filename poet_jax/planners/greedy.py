@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 
 from poet_jax.graph import Graph
-from poet_jax.plan import Budget, Compute, PageIn, PageOut, Plan, Stages
+from poet_jax.plan import Budget, Compute, Free, PageIn, PageOut, Plan, Stages
 from poet_jax.planners.judge import (
     Judged,
     budget_too_small,
@@ -18,7 +18,6 @@ from poet_jax.planners.judge import (
     prefetch,
 )
 from poet_jax.price import Costs
-from poet_jax.program import Free
 
 
 def greedy(graph: Graph, costs: Costs, budget: Budget) -> Plan:

@@ -7,9 +7,20 @@ from collections.abc import Iterable, Sequence
 
 from poet_jax.errors import BudgetTooSmall
 from poet_jax.graph import Graph
-from poet_jax.plan import Action, Budget, Compute, PageIn, PageOut, Plan, Stages, Status
+from poet_jax.plan import (
+    Action,
+    Budget,
+    Compute,
+    Free,
+    PageIn,
+    PageOut,
+    Plan,
+    Stages,
+    Status,
+)
+from poet_jax.postpone import postpone
 from poet_jax.price import Costs
-from poet_jax.program import Free, Instruction, Program, lower
+from poet_jax.program import Instruction, Program, lower, moving
 from poet_jax.simulate import Usage, alive_at_peak, simulate
 from poet_jax.units import format_bytes
 
@@ -89,7 +100,11 @@ def keep_everything(graph: Graph, costs: Costs) -> Judged:
 
 def prefetch(graph: Graph, costs: Costs, judged: Judged, budget: Budget) -> Judged:
     """Issue each page-in earlier, so early that it and those behind it are done when
-    they are read, where memory allows."""
+    they are read, and free what goes to storage when it is there, where memory
+    allows."""
+    given = judged
+    if any(isinstance(x, Free) for x in given.actions):
+        judged = judge(graph, costs, moving(given.actions))
     instructions = list(judged.program.instructions)
     live = [int(n) for n in judged.usage.live_bytes]
     clock, latest = _latest_starts(instructions, costs)
@@ -115,10 +130,23 @@ def prefetch(graph: Graph, costs: Costs, judged: Judged, budget: Budget) -> Judg
         live[place] = max(before_bytes, live[place])
         for between in range(place + 1, row + 1):
             live[between] += nbytes
-    actions = [x for x in instructions if isinstance(x, Action)]
-    moved = judge(graph, costs, actions)
+    moved = judge(graph, costs, moving(instructions))
     later = moved.usage.seconds > judged.usage.seconds
-    return judged if later or moved.usage.peak_bytes > budget.memory_bytes else moved
+    if later or moved.usage.peak_bytes > budget.memory_bytes:
+        moved = judged
+    program = postpone(moved.program, costs, budget.memory_bytes)
+    actions = (
+        x
+        for row, x in enumerate(program.instructions)
+        if isinstance(x, Action)
+        and (row in program.waiting_frees or not isinstance(x, Free))
+    )
+    late = judge(graph, costs, actions)
+
+    def worth(judged: Judged) -> tuple[bool, float]:
+        return judged.usage.peak_bytes > budget.memory_bytes, judged.usage.seconds
+
+    return min(given, moved, late, key=worth)
 
 
 def _latest_starts(
