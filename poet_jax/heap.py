@@ -11,7 +11,7 @@ _M_ARENA_MAX = -8  # glibc's <malloc.h>
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 PAGE_BYTES = mmap.PAGESIZE
 _MADV_DONTNEED, _MADV_FREE = 4, 8  # Linux's <mman.h>
-_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
+_MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MADV_POPULATE_WRITE = 14, 15, 23
 _MAP_FIXED = 16
 _MREMAP_MAYMOVE, _MREMAP_FIXED, _MREMAP_DONTUNMAP = 1, 2, 4
 
@@ -222,11 +222,14 @@ def lend_pages(address: int, count: int) -> None:
 def populate_pages(address: int, count: int) -> None:
     """Take released pages at once, huge ones where there are any.
 
-    That costs half to a quarter of taking them one by one as they are written to. A
-    kernel that does not know one of these requests (Linux before 5.14) ignores it.
+    That costs half to a quarter of taking them one by one as they are written to.
+    Afterwards huge ones are refused, as the kernel would go on to complete them with
+    pages that are not needed. A kernel that does not know one of these requests (Linux
+    before 5.14) ignores it.
     """
     _advise(address, count, _MADV_HUGEPAGE)
     _advise(address, count, _MADV_POPULATE_WRITE)
+    _advise(address, count, _MADV_NOHUGEPAGE)
 
 
 def _advise(address: int, count: int, advice: int) -> bool:
