@@ -4,8 +4,9 @@
 
 writes and reads arrays of several sizes through `FileStore`, checksums included, in
 turns with a plain loop of direct transfers over a file of the same bytes, and writes
-medians to experiments/results/store_benchmark. Takes a minute. Expect ratios of 0.7 or
-more for arrays of a MiB and above.
+medians to experiments/results/store_benchmark. Takes a minute. Expect ratios of 0.6
+to 1 for arrays of 8 MiB and above, by what else the machine does, and of 0.5 to 0.9
+for one that is a single chunk.
 """
 
 import contextlib
