@@ -11,10 +11,7 @@ import poet_jax
 from poet_jax.graph import Place
 from poet_jax.planners.greedy import evict
 from poet_jax.planners.judge import keep_everything, prefetch
-
-
-def moving(judged):
-    return [x for x in judged.actions if not isinstance(x, poet_jax.Free)]
+from poet_jax.program import moving
 
 
 @settings(max_examples=150)
@@ -26,7 +23,7 @@ def test_prefetching_is_never_later_and_never_over_the_budget(case, more):
     moved = prefetch(graph, costs, judged, room)
     assert moved.usage.seconds <= judged.usage.seconds
     assert moved.usage.peak_bytes <= room.memory_bytes
-    assert Counter(moving(moved)) == Counter(moving(judged))
+    assert Counter(moving(moved.actions)) == Counter(moving(judged.actions))
     once = prefetch(graph, costs, moved, room)
     assert once.usage.seconds <= moved.usage.seconds
 

@@ -12,7 +12,7 @@ import poet_jax
 from poet_jax.plan import Compute, PageIn, PageOut
 from poet_jax.planners.greedy import evict
 from poet_jax.postpone import postpone
-from poet_jax.program import free_soon
+from poet_jax.program import free_soon, moving
 
 
 @settings(max_examples=200)
@@ -27,13 +27,9 @@ def test_only_frees_move_and_neither_seconds_nor_the_peak_grow(case, more):
     assert after.seconds <= before.seconds
     assert after.peak_bytes <= max(before.peak_bytes, memory)
     assert after.store_bytes == before.store_bytes
-    assert moving(late) == moving(program)
+    assert moving(late.instructions) == moving(program.instructions)
     assert Counter(late.instructions) == Counter(program.instructions)
     assert free_soon(late).instructions == free_soon(program).instructions
-
-
-def moving(program):
-    return [x for x in program.instructions if not isinstance(x, poet_jax.Free)]
 
 
 def paged_out_early():

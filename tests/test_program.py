@@ -6,6 +6,7 @@ from strategies import HEURISTICS, attempt, budgeted_graphs, solvers
 
 import poet_jax
 from poet_jax.plan import Compute, Free, PageIn, PageOut
+from poet_jax.program import moving
 
 
 def diamond(**options):
@@ -130,10 +131,6 @@ def test_what_is_in_ram_is_read_again_or_returned(planner, case):
         return
     program = poet_jax.lower(graph, made)
     instructions = program.instructions
-
-    def moving(actions):
-        return [x for x in actions if not isinstance(x, Free)]
-
     assert moving(instructions) == moving(made.actions)
 
     def reads(x):
