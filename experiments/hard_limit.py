@@ -4,12 +4,12 @@
 
 Two child processes in turn, one that trains with poet_jax within a budget and one that
 trains with `jax.jit`, get everything ready: data, state, compiled executables. Then a
-memory limit is set on them: what they hold at that moment, without the step's
-arguments, plus the budget and 8 MiB. They run three steps. The child with a budget
-finishes; the other is killed by the kernel. Both outcomes are printed, and written to
-a file of the model's name in experiments/results/hard_limit. Needs Linux and a memory
-cgroup that this user may make: root has that in most containers. Takes about two
-minutes on two cores.
+memory limit is set on them: what they hold at that moment, without cached files and
+the step's arguments, plus the budget and 8 MiB. They run three steps. The child with a
+budget finishes; the other is killed by the kernel. Both outcomes are printed, and
+written to a file of the model's name in experiments/results/hard_limit. Needs Linux and
+a memory cgroup that this user may make: root has that in most containers. Takes about
+two minutes on two cores.
 
     python -m experiments.hard_limit --paged_state --model=bert12 --dataset=words \
         --batch_size=8 --budget=384MiB --time_limit=60

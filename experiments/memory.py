@@ -58,11 +58,18 @@ class MemoryGroup:
     def add(self, pid: int) -> None:
         (self.folder / "cgroup.procs").write_text(str(pid))
 
-    def limit(self, more_bytes: int) -> int:
-        """Allow `more_bytes` over the anonymous memory held now; the limit."""
+    def held_bytes(self) -> int:
+        """What the group is charged with and cannot drop: all but cached files."""
         text = (self.folder / "memory.stat").read_text()
-        held = dict(line.split() for line in text.splitlines())
-        limit = int(held["anon" if self._is_new else "rss"]) + more_bytes
+        stat = {key: int(value) for key, value in map(str.split, text.splitlines())}
+        if self._is_new:
+            return stat["anon"] + stat["shmem"] + stat["kernel"]
+        kernel = (self.folder / "memory.kmem.usage_in_bytes").read_text()
+        return stat["rss"] + stat["shmem"] + int(kernel)
+
+    def limit(self, more_bytes: int) -> int:
+        """Allow `more_bytes` over what is held now; the limit."""
+        limit = self.held_bytes() + more_bytes
         name = "memory.max" if self._is_new else "memory.limit_in_bytes"
         (self.folder / name).write_text(str(limit))
         return limit

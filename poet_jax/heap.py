@@ -259,7 +259,13 @@ def growth_bytes(run: Callable[[], object]) -> int:
 
 def resident_bytes() -> int:
     """Physical memory of this process now; 0 where it is not known."""
+    return sum(held_bytes())
+
+
+def held_bytes() -> tuple[int, int]:
+    """(of its own, of files and shared) physical memory of this process now."""
     if _glibc is None:
-        return 0
+        return 0, 0
     with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * PAGE_BYTES
+        _, resident, shared, *_ = map(int, file.read().split())
+    return (resident - shared) * PAGE_BYTES, shared * PAGE_BYTES

@@ -279,6 +279,36 @@ def test_pages_of_every_dtype_come_back(dtype):
 
 
 @on_linux
+def test_lent_pages_that_the_system_took_are_not_counted():
+    kind, limit = ((2**23,), jnp.dtype("uint8")), 64 * 2**20
+    pool = Pool([(0, kind)] * 4, limit, on_cpu=True)
+    pool.begin(0)
+    for array in pool.take([kind] * 4, 0, 0):
+        pool.give(array)
+    pool.end()
+    lent = pool.idle_bytes
+    (array,) = pool.take([kind], 0, 0)
+    address, count = heap.whole_pages(array.unsafe_buffer_pointer(), array.nbytes)
+    pool.give(array)
+    heap.release_pages(address, count)  # as the system would
+    pool.begin(0)
+    assert pool.idle_bytes == lent - count * heap.PAGE_BYTES
+
+
+@pytest.mark.parametrize("dropped", [0, 2**25])
+def test_files_that_the_system_drops_make_no_room(dropped, monkeypatch):
+    held, files = 2**27, 2**26
+    monkeypatch.setattr(heap, "held_bytes", lambda: (held, files))
+    large, small = ((2**25,), jnp.dtype("uint8")), ((2**21,), jnp.dtype("uint8"))
+    pool = Pool([(0, large), (1, small)], 2**26, on_cpu=True)
+    pool.begin(0)
+    pool.give(pool.take([large], 0, 0)[0])
+    held, files = held + 2**26, files - dropped  # the heap grew by twice the buffer
+    pool.take([small], 1, 0)
+    assert pool.idle_bytes <= large[0][0] - nbytes_of(small)
+
+
+@on_linux
 @pytest.mark.parametrize("planner", [poet_jax.greedy, poet_jax.paging_only])
 def test_the_process_grows_by_no_more_than_the_budget_and_a_slack(planner):
     """Law 9, with 100 MiB of values of 4 MiB each within 40 of them."""

@@ -3,7 +3,10 @@
 import dataclasses
 import fnmatch
 import shutil
+import subprocess
 import sys
+import threading
+import types
 
 import numpy as np
 import pytest
@@ -165,7 +168,7 @@ def test_a_key_is_computed_again_and_not_paged():
 @pytest.mark.parametrize("dies", ["at once", "in the solve"])
 def test_a_crash_of_the_solver_leaves_the_best_heuristic(dies, monkeypatch, caplog):
     graph, costs = twelve_nodes()
-    monkeypatch.setattr(solver, "_idle", [])
+    monkeypatch.setattr(solver, "_idle", {})
     if dies == "at once":
         monkeypatch.setattr(sys, "executable", shutil.which("false"))
     else:
@@ -180,6 +183,25 @@ def test_a_crash_of_the_solver_leaves_the_best_heuristic(dies, monkeypatch, capl
     again = poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(40))
     assert again.status is poet_jax.Status.OPTIMAL
     assert again.objective <= plan.objective
+
+
+def test_the_solvers_process_ends_when_planning_is_over(monkeypatch):
+    workers = []
+
+    def started(*args, **options):
+        workers.append(subprocess.Popen(*args, **options))
+        return workers[-1]
+
+    fake = types.SimpleNamespace(**vars(subprocess) | {"Popen": started})
+    monkeypatch.setattr(solver, "subprocess", fake)
+    monkeypatch.setattr(solver, "_idle", {})
+    monkeypatch.setattr(solver, "IDLE_SECONDS", 0.0)
+    graph, costs = twelve_nodes()
+    poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(40))
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()
+    assert [worker.returncode for worker in workers] == [0] * len(workers) != []
 
 
 def test_ctrl_c_returns_the_best_plan_so_far(monkeypatch, caplog):

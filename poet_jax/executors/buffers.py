@@ -201,6 +201,7 @@ class Pool:
         self._idle: dict[Kind | None, list[Any]] = defaultdict(list)
         self.idle_bytes = 0
         self._base_bytes: int | None = None
+        self._file_bytes = 0
         self._largest_bytes = max(large.values(), default=0)
         self._workspace: _Workspace | None = None
         self._moves = 0
@@ -211,13 +212,31 @@ class Pool:
         What the heap keeps of the last run is not that; it is trimmed if the process
         has grown by more, as it takes long.
         """
-        if self._guards:
-            held_bytes = heap.resident_bytes() - live_bytes - self.idle_bytes
-            if self._base_bytes is None or held_bytes > self._base_bytes + GROWTH_BYTES:
-                heap.release()
-                held_bytes = heap.resident_bytes() - live_bytes - self.idle_bytes
-                self._base_bytes = held_bytes
-            self._base_bytes = min(self._base_bytes, held_bytes)
+        if not self._guards:
+            return
+        held_bytes = self._held_beside(live_bytes)
+        base_bytes = held_bytes if self._base_bytes is None else self._base_bytes
+        if held_bytes < base_bytes - GROWTH_BYTES:
+            self._recount()
+            held_bytes = self._held_beside(live_bytes)
+        if self._base_bytes is None or held_bytes > base_bytes + GROWTH_BYTES:
+            heap.release()
+            base_bytes = held_bytes = self._held_beside(live_bytes)
+        self._base_bytes = min(base_bytes, held_bytes)
+
+    def _held_beside(self, live_bytes: int) -> int:
+        """Anonymous memory of the process besides arrays; those of files are noted."""
+        held_bytes, file_bytes = heap.held_bytes()
+        self._file_bytes = max(self._file_bytes, file_bytes)
+        return held_bytes - live_bytes - self.idle_bytes
+
+    def _recount(self) -> None:
+        """Look which of the pages that it may take the system has taken."""
+        for buffer in itertools.chain(*self._idle.values()):
+            count = len(buffer.flags)
+            buffer.place(buffer.address, heap.pages_in_ram(buffer.address, count))
+        held = sum(buffer.held for buffer in itertools.chain(*self._idle.values()))
+        self.idle_bytes = held * heap.PAGE_BYTES
 
     def take(
         self,
@@ -330,8 +349,13 @@ class Pool:
         return self._workspace
 
     def _excess_bytes(self, new_bytes: int) -> int:
-        """How far `new_bytes` more would take the process beyond the limit."""
-        held_bytes = heap.resident_bytes() - (self._base_bytes or 0)
+        """How far `new_bytes` more would take the process beyond the limit.
+
+        Pages of files that come on top count; those that the system drops, as it does
+        when memory is short, make no room.
+        """
+        held_bytes, file_bytes = heap.held_bytes()
+        held_bytes += max(0, file_bytes - self._file_bytes) - (self._base_bytes or 0)
         return held_bytes + new_bytes - self._limit_bytes
 
     def _pop(self, kind: Kind) -> _Buffer | None:

@@ -16,7 +16,7 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import mip
@@ -26,8 +26,11 @@ xsum: Any = mip.xsum
 
 # A solver that is not back this long after its time limit is killed.
 GRACE_SECONDS = 10.0
+# A process that solved for BERT-base holds 200 MB: it is not to last into training.
+IDLE_SECONDS = 2.0
 
-_idle: list[subprocess.Popen] = []
+# Processes that wait for a program, and what will end each.
+_idle: dict[subprocess.Popen, threading.Timer] = {}
 os.register_at_fork(after_in_child=_idle.clear)  # they answer to the parent
 
 
@@ -122,7 +125,7 @@ class Model:
 
 def _ask(problem: dict, seconds: float) -> Any:
     """The worker's answer; None if it crashed or had to be killed."""
-    worker = _idle.pop() if _idle else None
+    worker = _idle_worker()
     if worker is None or worker.poll() is not None:
         path = str(pathlib.Path(__file__).with_name("worker.py"))
         worker = subprocess.Popen(
@@ -132,9 +135,7 @@ def _ask(problem: dict, seconds: float) -> Any:
             stderr=subprocess.DEVNULL,
         )
     assert worker.stdin and worker.stdout
-    timer = threading.Timer(seconds + GRACE_SECONDS, worker.kill)
-    timer.daemon = True
-    timer.start()
+    timer = _timer(seconds + GRACE_SECONDS, worker.kill)
     answered = False
     try:
         pickle.dump(problem, worker.stdin)
@@ -148,5 +149,26 @@ def _ask(problem: dict, seconds: float) -> Any:
         if not answered:
             worker.kill()
             worker.communicate()
-    _idle.append(worker)
+    _idle[worker] = _timer(IDLE_SECONDS, _end_if_idle, worker)
     return answer
+
+
+def _idle_worker() -> subprocess.Popen | None:
+    try:
+        worker, end = _idle.popitem()
+    except KeyError:
+        return None
+    end.cancel()
+    return worker
+
+
+def _end_if_idle(worker: subprocess.Popen) -> None:
+    if _idle.pop(worker, None) is not None:
+        worker.communicate()
+
+
+def _timer(seconds: float, function: Callable[..., None], *args: Any):
+    timer = threading.Timer(seconds, function, args)
+    timer.daemon = True
+    timer.start()
+    return timer
