@@ -5,11 +5,14 @@ import ctypes
 import functools
 import mmap
 import sys
+import time
 from collections.abc import Callable, Iterator
 
 _M_ARENA_MAX = -8  # glibc's <malloc.h>
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 PAGE_BYTES = mmap.PAGESIZE
+# XLA's threads free what they used a millisecond or more after results are ready.
+SETTLING_SECONDS = 0.005
 _MADV_DONTNEED, _MADV_FREE = 4, 8  # Linux's <mman.h>
 _MADV_HUGEPAGE, _MADV_NOHUGEPAGE, _MADV_POPULATE_WRITE = 14, 15, 23
 _MAP_FIXED = 16
@@ -219,6 +222,11 @@ def lend_pages(address: int, count: int) -> None:
     _advise(address, count, _MADV_FREE)
 
 
+def recall_pages(address: int, count: int) -> None:
+    """Lent pages are not the system's any more; what it took of them is taken anew."""
+    _advise(address, count, _MADV_POPULATE_WRITE)
+
+
 def populate_pages(address: int, count: int) -> None:
     """Take released pages at once, huge ones where there are any.
 
@@ -243,6 +251,7 @@ def growth_bytes(run: Callable[[], object]) -> int:
 
     0 where it is not known. On Linux the process's high-water mark (VmHWM) is reset.
     """
+    time.sleep(SETTLING_SECONDS)
     release()
     before = resident_bytes()
     try:

@@ -93,6 +93,15 @@ class _Pages:
             heap.populate_pages(*missing)
             self.gain(*missing)
 
+    def recall(self) -> None:
+        """Take back what was lent and is still in RAM; what is not is known now."""
+        self.place(self.address, heap.pages_in_ram(self.address, len(self.flags)))
+        stop = 0
+        while (start := self.flags.find(1, stop)) >= 0:
+            stop = self.flags.find(0, start)
+            stop = len(self.flags) if stop < 0 else stop
+            heap.recall_pages(self.address + start * heap.PAGE_BYTES, stop - start)
+
     def lose(self, count: int) -> tuple[int, int]:
         """(address, count) of the last spare pages, at most `count`, to be taken."""
         stop = self.flags.rfind(1, self.kept) + 1
@@ -129,6 +138,7 @@ class _Workspace(_Pages):
         self._nbytes = nbytes + heap.PAGE_BYTES  # XLA aligns what it takes
         self._block = 0
         self._occupied: list[int] = []
+        self._elsewhere: list[int] = []
         self._begin()
 
     def _begin(self) -> None:
@@ -146,6 +156,7 @@ class _Workspace(_Pages):
         """Take back what is free of the block, or a new one if that is too little."""
         if self._block:
             return
+        self._free(self._elsewhere)
         least, most = self._nbytes, self._nbytes + SLACK_BYTES
         for _ in range(PATIENCE):
             for nbytes in range(most, least - 1, -NOTICED_BYTES):
@@ -156,14 +167,23 @@ class _Workspace(_Pages):
             time.sleep(1e-4)
         self._begin()
 
-    def give(self) -> None:
-        """Let XLA find it."""
+    def give(self, nbytes: int) -> None:
+        """Let XLA find it, and no better fit for `nbytes`, such as others have freed
+        since."""
         heap.free(self._block)
         self._block = 0
+        while block := heap.allocate(nbytes):
+            if abs(block - self.address) <= SLACK_BYTES:
+                return heap.free(block)
+            heap.release_pages(*heap.whole_pages(block, nbytes))
+            self._elsewhere.append(block)
 
-    def __del__(self, free=heap.free) -> None:  # `heap` may be gone at the end
-        for block in (*self._occupied, self._block):
-            free(block)
+    def _free(self, blocks: list[int], free=heap.free) -> None:
+        while blocks:
+            free(blocks.pop())
+
+    def __del__(self) -> None:
+        self._free([*self._occupied, *self._elsewhere, self._block])
 
 
 class Pool:
@@ -197,7 +217,7 @@ class Pool:
         large = {row: n for row, n in workspaces.items() if n >= NOTICED_BYTES}
         self._needs[None] = sorted(large)
         self._limit_bytes, self._on_cpu = limit_bytes, on_cpu
-        self._guards = on_cpu and limit_bytes >= GUARDED_BYTES
+        self._guards = on_cpu and limit_bytes >= GUARDED_BYTES and heap.returns_pages()
         self._idle: dict[Kind | None, list[Any]] = defaultdict(list)
         self.idle_bytes = 0
         self._base_bytes: int | None = None
@@ -207,36 +227,29 @@ class Pool:
         self._moves = 0
 
     def begin(self, live_bytes: int) -> None:
-        """Note what the process holds besides `live_bytes` of arrays.
+        """Take back what was lent, and note what the process holds besides that and
+        `live_bytes` of arrays.
 
         What the heap keeps of the last run is not that; it is trimmed if the process
         has grown by more, as it takes long.
         """
         if not self._guards:
             return
+        buffers = list(itertools.chain(*self._idle.values()))
+        for buffer in buffers:
+            buffer.recall()
+        self.idle_bytes = heap.PAGE_BYTES * sum(buffer.held for buffer in buffers)
         held_bytes = self._held_beside(live_bytes)
-        base_bytes = held_bytes if self._base_bytes is None else self._base_bytes
-        if held_bytes < base_bytes - GROWTH_BYTES:
-            self._recount()
-            held_bytes = self._held_beside(live_bytes)
-        if self._base_bytes is None or held_bytes > base_bytes + GROWTH_BYTES:
+        if self._base_bytes is None or held_bytes > self._base_bytes + GROWTH_BYTES:
             heap.release()
-            base_bytes = held_bytes = self._held_beside(live_bytes)
-        self._base_bytes = min(base_bytes, held_bytes)
+            self._base_bytes = held_bytes = self._held_beside(live_bytes)
+        self._base_bytes = min(self._base_bytes, held_bytes)
 
     def _held_beside(self, live_bytes: int) -> int:
-        """Anonymous memory of the process besides arrays; those of files are noted."""
+        """Memory of its own that the process holds besides; that of files is noted."""
         held_bytes, file_bytes = heap.held_bytes()
         self._file_bytes = max(self._file_bytes, file_bytes)
         return held_bytes - live_bytes - self.idle_bytes
-
-    def _recount(self) -> None:
-        """Look which of the pages that it may take the system has taken."""
-        for buffer in itertools.chain(*self._idle.values()):
-            count = len(buffer.flags)
-            buffer.place(buffer.address, heap.pages_in_ram(buffer.address, count))
-        held = sum(buffer.held for buffer in itertools.chain(*self._idle.values()))
-        self.idle_bytes = held * heap.PAGE_BYTES
 
     def take(
         self,
@@ -284,7 +297,7 @@ class Pool:
             for kind, x in zip(kinds, found, strict=True)
         ]
         if workspace:  # not before, or a new array would lie in it
-            workspace.give()
+            workspace.give(workspace_bytes)
         return arrays
 
     def give(self, array: jax.Array, donated: bool = False) -> None:
