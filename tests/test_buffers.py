@@ -289,6 +289,38 @@ def test_pages_of_every_dtype_come_back(dtype):
 
 
 @on_linux
+def test_a_workspace_that_others_took_is_replaced(monkeypatch):
+    """As when another thread allocates between its being freed and XLA's looking."""
+    kind = (2**21,), jnp.dtype("uint8")
+    pool = Pool([(0, kind), (1, kind)], 2**26, True, {0: 2**22, 1: 2**22})
+    stolen, probes = [], []
+    free, allocate = heap.free, heap.allocate
+
+    def steal(block):
+        free(block)
+        stolen.append(allocate(2**22 + heap.PAGE_BYTES))  # and leaves too little
+
+    def probe(nbytes):
+        probes.append(allocate(nbytes))
+        return probes[-1]
+
+    with heap.keeping_freed_blocks():
+        monkeypatch.setattr(heap, "free", steal)
+        monkeypatch.setattr(heap, "allocate", probe)
+        pool.give(*pool.take([kind], 0, 0, 0, 2**22))
+        monkeypatch.setattr(heap, "free", free)
+        assert len(probes) < 1000
+        pool.give(*pool.take([kind], 1, 0, 0, 2**22))
+        block = allocate(2**22)
+        in_ram = heap.pages_in_ram(*heap.whole_pages(block, 2**22))
+        assert in_ram.count(0) == 0
+        free(block)
+        pool.end()
+    for block in stolen:
+        free(block)
+
+
+@on_linux
 def test_lent_pages_that_the_system_took_are_not_counted():
     kind, limit = ((2**23,), jnp.dtype("uint8")), 64 * 2**20
     pool = Pool([(0, kind)] * 4, limit, on_cpu=True)

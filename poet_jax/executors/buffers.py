@@ -33,6 +33,8 @@ SLACK_BYTES = 8 * 2**20
 # Mappings are counted after so many moves, and made fewer if they are more than these.
 MOVES_PER_COUNT = 1000
 MOST_MAPPINGS = 16_000
+# Blocks that may be better fits for a workspace than the one that is kept for it.
+MOST_HOLES = 100
 # XLA frees a workspace up to a millisecond after the results are ready.
 PATIENCE = 30
 
@@ -154,29 +156,41 @@ class _Workspace(_Pages):
 
     def take(self) -> None:
         """Take back what is free of the block, or a new one if that is too little."""
-        if self._block:
-            return
-        self._free(self._elsewhere)
+        if not self._block:
+            if not self._retake():
+                self._begin()
+            self._free(self._elsewhere)
+
+    def _retake(self) -> bool:
         least, most = self._nbytes, self._nbytes + SLACK_BYTES
         for _ in range(PATIENCE):
             for nbytes in range(most, least - 1, -NOTICED_BYTES):
                 block = heap.allocate(nbytes)
                 if abs(block - self.address) <= SLACK_BYTES:
-                    return self._hold(block, nbytes)
+                    self._hold(block, nbytes)
+                    return True
                 heap.free(block)
             time.sleep(1e-4)
-        self._begin()
+        return False
 
     def give(self, nbytes: int) -> None:
         """Let XLA find it, and no better fit for `nbytes`, such as others have freed
         since."""
         heap.free(self._block)
         self._block = 0
-        while block := heap.allocate(nbytes):
-            if abs(block - self.address) <= SLACK_BYTES:
+        for _ in range(MOST_HOLES):
+            block, size = heap.allocate(nbytes), nbytes
+            if not block:
+                break
+            before = self.address - block
+            if abs(before) <= SLACK_BYTES:
                 return heap.free(block)
-            heap.release_pages(*heap.whole_pages(block, nbytes))
+            if 0 < before < nbytes:  # what is free before it became one block with it
+                heap.free(block)
+                block, size = heap.allocate(before), before
+            heap.release_pages(*heap.whole_pages(block, size))
             self._elsewhere.append(block)
+        self._free(self._elsewhere)
 
     def _free(self, blocks: list[int], free=heap.free) -> None:
         while blocks:
