@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 import mmap
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,11 @@ from collections.abc import Callable, Iterator
 _M_ARENA_MAX = -8  # glibc's <malloc.h>
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 PAGE_BYTES = mmap.PAGESIZE
+# Of a block in glibc's heap: what lies before it, and the least that it occupies. To
+# find 64 aligned bytes takes that much, and the least block, more.
+_HEADER_BYTES, _LEAST_CHUNK_BYTES, _ALIGNING_BYTES = 8, 32, 96
+# Free blocks that may lie between the one that is looked for and what is asked for.
+MOST_HOLES = 100
 # XLA's threads free what they used a millisecond or more after results are ready.
 SETTLING_SECONDS = 0.005
 _MADV_DONTNEED, _MADV_FREE = 4, 8  # Linux's <mman.h>
@@ -44,6 +50,8 @@ def _find_glibc():
     library.mincore.argtypes = [ctypes.c_void_p, size, ctypes.c_void_p]
     library.malloc.argtypes = [size]
     library.malloc.restype = ctypes.c_void_p
+    library.realloc.argtypes = [ctypes.c_void_p, size]
+    library.realloc.restype = ctypes.c_void_p
     library.free.argtypes = [ctypes.c_void_p]
     library.free.restype = None
     library.sbrk.argtypes = [ctypes.c_ssize_t]
@@ -125,6 +133,57 @@ def occupy_holes(most_bytes: int, least_bytes: int) -> list[int]:
             free(address)
             nbytes //= 2
     return blocks
+
+
+def clear_way(nbytes: int, address: int, tolerance: int = 0) -> list[int]:
+    """Blocks in the way, to be freed later: the next block of `nbytes` lies at
+    `address`, or up to `tolerance` beside it, if there is enough free.
+
+    They are what would fit better, and what is free right before `address` and so part
+    of the same free block. They take no memory.
+    """
+    blocks: list[int] = []
+    for _ in range(MOST_HOLES):
+        block, size = allocate(nbytes), nbytes
+        if not block:
+            break
+        before = address - block
+        if abs(before) <= tolerance:
+            free(block)
+            return blocks
+        if 0 < before < nbytes:
+            free(block)
+            block, size = allocate(before), before
+        release_pages(*whole_pages(block, size))
+        blocks.append(block)
+    free_all(blocks)  # another thread was first
+    return blocks
+
+
+def free_all(blocks: list[int], free: Callable[[int], None] = free) -> None:
+    """Free blocks, and empty the list."""
+    while blocks:
+        free(blocks.pop())
+
+
+@contextlib.contextmanager
+def block_at_a_page(nbytes: int) -> Iterator[None]:
+    """While it lasts, the next array of `nbytes` starts at a page of memory.
+
+    It does not where another thread takes the place, or the C library is another one.
+    """
+    block = allocate(nbytes + 2 * PAGE_BYTES)
+    if not block:
+        yield
+        return
+    assert _glibc is not None
+    place = -(-(block + _LEAST_CHUNK_BYTES) // PAGE_BYTES) * PAGE_BYTES
+    block = _glibc.realloc(block, place - block - _HEADER_BYTES)  # frees from there on
+    blocks = [block, *clear_way(nbytes + _ALIGNING_BYTES, place)]
+    try:
+        yield
+    finally:
+        free_all(blocks)
 
 
 def pages_in_ram(address: int, count: int) -> bytearray:
@@ -275,6 +334,14 @@ def held_bytes() -> tuple[int, int]:
     """(of its own, of files and shared) physical memory of this process now."""
     if _glibc is None:
         return 0, 0
-    with open("/proc/self/statm") as file:
-        _, resident, shared, *_ = map(int, file.read().split())
+    _, resident, shared, *_ = map(int, os.pread(_open_statm(), 256, 0).split())
     return (resident - shared) * PAGE_BYTES, shared * PAGE_BYTES
+
+
+@functools.cache
+def _open_statm() -> int:
+    """A descriptor of the process's sizes: opening takes longer than reading."""
+    return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+
+os.register_at_fork(after_in_child=_open_statm.cache_clear)

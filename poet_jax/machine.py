@@ -1,11 +1,15 @@
 """This machine as a device: rates that are measured once and kept in a file."""
 
+import contextlib
 import functools
 import hashlib
 import os
 import pathlib
 import platform
+import statistics
+import threading
 import time
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -15,16 +19,18 @@ from poet_jax.device import DeviceProfile
 from poet_jax.store import FileStore
 
 _PROBE_BYTES = 32 * 2**20
+_STORAGE = "measured: FileStore, 32 MiB, with checksum, while all cores compute"
 
 
 def host_path() -> pathlib.Path:
     """The file in which `host()` keeps this machine's rates: see and delete it at will.
 
     In the folder `poet_jax` of XDG_CACHE_HOME, or of ~/.cache; named after a hash of
-    processor, cores, host name, JAX's version and its devices.
+    processor, cores, host name, JAX's version and its devices, and of how storage is
+    measured.
     """
     folder = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    key = hashlib.sha256("\n".join(described()).encode()).hexdigest()[:12]
+    key = hashlib.sha256("\n".join((*described(), _STORAGE)).encode()).hexdigest()[:12]
     return pathlib.Path(folder) / "poet_jax" / f"host-{key}.toml"
 
 
@@ -90,8 +96,8 @@ def _measured() -> DeviceProfile:
             "flops_per_second": "measured: product of 1024 x 1024 matrices",
             "flops_per_joule": "assumed: 10 W for compute on all cores",
             "bytes_per_second": "measured: negating 32 MiB",
-            "page_in_bytes_per_second": "measured: FileStore, 32 MiB, with checksum",
-            "page_out_bytes_per_second": "measured: FileStore, 32 MiB, with checksum",
+            "page_in_bytes_per_second": _STORAGE,
+            "page_out_bytes_per_second": _STORAGE,
             "paging_watts": "assumed: 2 W and one core's share",
             "static_watts": "assumed: 5 W",
             "dispatch_seconds": "measured: a compiled function of one number",
@@ -120,18 +126,41 @@ def _dispatch_seconds() -> float:
 def _storage_bytes_per_second() -> tuple[float, float]:
     """Rates of writing to and reading from a FileStore, checksums included.
 
-    The first writing does not count: a store reuses its file, so its blocks exist.
+    All cores compute meanwhile, as they do when a step pages: transfers then take up to
+    twice as long. The first writing does not count: a store reuses its file, so its
+    blocks exist.
     """
     store, data = FileStore(), np.empty(_PROBE_BYTES, np.uint8)
     outs, ins = [], []
-    for _ in range(4):
-        start = time.perf_counter()
-        store.write(0, data, "probe")
-        middle = time.perf_counter()
-        store.read(0, data, "probe")
-        stop = time.perf_counter()
-        store.delete(0)
-        outs.append(middle - start)
-        ins.append(stop - middle)
+    with _busy_cores():
+        for _ in range(6):
+            start = time.perf_counter()
+            store.write(0, data, "probe")
+            middle = time.perf_counter()
+            store.read(0, data, "probe")
+            stop = time.perf_counter()
+            store.delete(0)
+            outs.append(middle - start)
+            ins.append(stop - middle)
     store.close()
-    return _PROBE_BYTES / min(outs[1:]), _PROBE_BYTES / min(ins[1:])
+    out, into = (statistics.median(x[1:]) for x in (outs, ins))
+    return _PROBE_BYTES / out, _PROBE_BYTES / into
+
+
+@contextlib.contextmanager
+def _busy_cores() -> Iterator[None]:
+    a = jnp.ones((1024, 1024), jnp.float32)
+    matmul = jax.jit(jnp.dot).lower(a, a).compile()
+    done = threading.Event()
+
+    def compute() -> None:
+        while not done.is_set():
+            jax.block_until_ready(matmul(a, a))
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

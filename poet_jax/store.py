@@ -235,11 +235,16 @@ def _whole_sectors(nbytes: int) -> int:
     return -(-nbytes // SECTOR_BYTES) * SECTOR_BYTES
 
 
-class _Chunks:
-    """A nameless file, read and written through two aligned buffers.
+def _is_sectors(data: np.ndarray) -> bool:
+    return not (data.ctypes.data % SECTOR_BYTES or data.nbytes % SECTOR_BYTES)
 
-    One buffer is copied, and summed up while it is in the processor's cache, while the
-    other is on its way.
+
+class _Chunks:
+    """A nameless file, read and written a chunk at a time.
+
+    A chunk that does not start and end at a sector of memory goes through one of two
+    buffers that do. One chunk is summed up, and copied if need be, while another is on
+    its way.
     """
 
     def __init__(self, folder: str):
@@ -258,14 +263,12 @@ class _Chunks:
             if len(under_way) == 2:
                 under_way.popleft().result()
             part = data[start : start + CHUNK_BYTES]
-            buffer = self._buffers[number % 2]
-            buffer[: part.nbytes] = part
-            total = checksum(buffer[: part.nbytes], total)
-            under_way.append(
-                self._worker.submit(
-                    self._put, buffer[: _whole_sectors(part.nbytes)], offset + start
-                )
-            )
+            sectors = part
+            if not _is_sectors(part):
+                sectors = self._buffers[number % 2][: _whole_sectors(part.nbytes)]
+                sectors[: part.nbytes] = part
+            total = checksum(sectors[: part.nbytes], total)
+            under_way.append(self._worker.submit(self._put, sectors, offset + start))
         for future in under_way:
             future.result()
         if not self._is_direct:
@@ -275,24 +278,26 @@ class _Chunks:
 
     def read(self, into: np.ndarray, offset: int) -> int:
         """The checksum of what was read."""
-        starts = list(range(0, into.nbytes, CHUNK_BYTES))
+        starts = range(0, into.nbytes, CHUNK_BYTES)
+        parts = [into[start : start + CHUNK_BYTES] for start in starts]
+        sectors = [
+            part
+            if _is_sectors(part)
+            else self._buffers[number % 2][: _whole_sectors(part.nbytes)]
+            for number, part in enumerate(parts)
+        ]
 
         def fetch(number: int) -> concurrent.futures.Future:
-            length = min(CHUNK_BYTES, into.nbytes - starts[number])
-            buffer = self._buffers[number % 2]
-            place = offset + starts[number]
-            return self._worker.submit(
-                self._get, buffer[: _whole_sectors(length)], place, length
-            )
+            length, place = parts[number].nbytes, offset + starts[number]
+            return self._worker.submit(self._get, sectors[number], place, length)
 
-        total, under_way = 0, collections.deque(map(fetch, range(len(starts[:2]))))
-        for number, start in enumerate(starts):
+        total, under_way = 0, collections.deque(map(fetch, range(len(parts[:2]))))
+        for number, (part, fetched) in enumerate(zip(parts, sectors, strict=True)):
             under_way.popleft().result()
-            part = into[start : start + CHUNK_BYTES]
-            buffer = self._buffers[number % 2][: part.nbytes]
-            total = checksum(buffer, total)
-            part[:] = buffer
-            if number + 2 < len(starts):
+            total = checksum(fetched[: part.nbytes], total)
+            if fetched is not part:
+                part[:] = fetched[: part.nbytes]
+            if number + 2 < len(parts):
                 under_way.append(fetch(number + 2))
         if not self._is_direct:
             self._forget(offset, into.nbytes)

@@ -289,6 +289,19 @@ def test_pages_of_every_dtype_come_back(dtype):
 
 
 @on_linux
+def test_new_buffers_start_at_a_page():
+    """So that a store transfers them without a copy."""
+    kinds = [((n,), jnp.dtype("uint8")) for n in (2**20, 2**20 + 1, 5 * 2**20)]
+    pool = Pool([(0, kind) for kind in kinds], 2**26, on_cpu=True)
+    with heap.keeping_freed_blocks():
+        heap.free(heap.allocate(3 * 2**20))
+        for array in pool.take(kinds, 0, 0):
+            assert array.unsafe_buffer_pointer() % heap.PAGE_BYTES == 0
+            pool.give(array)
+        pool.end()
+
+
+@on_linux
 def test_a_workspace_that_others_took_is_replaced(monkeypatch):
     """As when another thread allocates between its being freed and XLA's looking."""
     kind = (2**21,), jnp.dtype("uint8")

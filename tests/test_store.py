@@ -33,6 +33,33 @@ def test_the_same_bytes_come_back_as_often_as_asked(store, nbytes):
     assert store.nbytes == 0
 
 
+def at(offset, nbytes):
+    """[nbytes] that begin `offset` bytes after a page of memory does."""
+    block = np.zeros(nbytes + 3 * 4096, np.uint8)
+    start = -block.ctypes.data % 4096 + offset
+    return block[start : start + nbytes]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    nbytes=st.integers(0, 12).map(lambda sectors: 4096 * sectors)
+    | st.integers(0, 50_000),
+    offsets=st.tuples(*2 * [st.sampled_from([0, 1, 64, 512, 4096])]),
+)
+def test_bytes_may_be_anywhere_in_memory(nbytes, offsets):
+    """What lies at sectors is transferred as it is, anything else through buffers."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store_module, "CHUNK_BYTES", 8192)
+        store = poet_jax.FileStore()
+        data, into = (at(offset, nbytes) for offset in offsets)
+        data[:] = page(nbytes)
+        store.write(0, data, "a")
+        store.read(0, into, "a")
+        np.testing.assert_array_equal(into, page(nbytes))
+        np.testing.assert_array_equal(data, page(nbytes))
+        store.close()
+
+
 def test_a_store_keeps_a_copy_and_gives_one(store):
     data = page(10)
     expected = data.copy()

@@ -6,10 +6,11 @@ twice the live arrays, or costs a page fault for every page of every result.
 
 import bisect
 import ctypes
+import functools
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -33,8 +34,6 @@ SLACK_BYTES = 8 * 2**20
 # Mappings are counted after so many moves, and made fewer if they are more than these.
 MOVES_PER_COUNT = 1000
 MOST_MAPPINGS = 16_000
-# Blocks that may be better fits for a workspace than the one that is kept for it.
-MOST_HOLES = 100
 # XLA frees a workspace up to a millisecond after the results are ready.
 PATIENCE = 30
 
@@ -51,6 +50,18 @@ def view(array: jax.Array) -> np.ndarray:
 
 # The identity, which JAX computes in place unless somebody has a view of the array.
 _adopt = jax.jit(lambda array: array, donate_argnums=0)
+
+
+def _new_array(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """At a page if possible, so that a store can transfer it without a copy."""
+    empty = _compiled_empty(shape, dtype)
+    with heap.block_at_a_page(nbytes_of((shape, dtype))):
+        return jax.block_until_ready(empty())
+
+
+@functools.cache
+def _compiled_empty(shape: tuple[int, ...], dtype: Any) -> Callable[[], jax.Array]:
+    return jax.jit(lambda: jnp.empty(shape, dtype)).lower().compile()
 
 
 class _Pages:
@@ -141,6 +152,7 @@ class _Workspace(_Pages):
         self._block = 0
         self._occupied: list[int] = []
         self._elsewhere: list[int] = []
+        self.place(0, bytearray())
         self._begin()
 
     def _begin(self) -> None:
@@ -152,14 +164,20 @@ class _Workspace(_Pages):
     def _hold(self, block: int, nbytes: int) -> None:
         self._block = block
         address, count = heap.whole_pages(block, nbytes if block else 0)
-        self.place(address, heap.pages_in_ram(address, count))
+        flags = self.flags
+        if (address, count) != (self.address, len(flags)):
+            flags = heap.pages_in_ram(address, count)
+        else:  # what lies behind it was not XLA's
+            used = min(count, self.kept + SLACK_BYTES // heap.PAGE_BYTES)
+            flags[:used] = heap.pages_in_ram(address, used)
+        self.place(address, flags)
 
     def take(self) -> None:
         """Take back what is free of the block, or a new one if that is too little."""
         if not self._block:
             if not self._retake():
                 self._begin()
-            self._free(self._elsewhere)
+            heap.free_all(self._elsewhere)
 
     def _retake(self) -> bool:
         least, most = self._nbytes, self._nbytes + SLACK_BYTES
@@ -178,26 +196,10 @@ class _Workspace(_Pages):
         since."""
         heap.free(self._block)
         self._block = 0
-        for _ in range(MOST_HOLES):
-            block, size = heap.allocate(nbytes), nbytes
-            if not block:
-                break
-            before = self.address - block
-            if abs(before) <= SLACK_BYTES:
-                return heap.free(block)
-            if 0 < before < nbytes:  # what is free before it became one block with it
-                heap.free(block)
-                block, size = heap.allocate(before), before
-            heap.release_pages(*heap.whole_pages(block, size))
-            self._elsewhere.append(block)
-        self._free(self._elsewhere)
+        self._elsewhere = heap.clear_way(nbytes, self.address, SLACK_BYTES)
 
-    def _free(self, blocks: list[int], free=heap.free) -> None:
-        while blocks:
-            free(blocks.pop())
-
-    def __del__(self) -> None:
-        self._free([*self._occupied, *self._elsewhere, self._block])
+    def __del__(self, free_all=heap.free_all) -> None:  # `heap` may be gone at the end
+        free_all([*self._occupied, *self._elsewhere, self._block])
 
 
 class Pool:
@@ -231,7 +233,8 @@ class Pool:
         large = {row: n for row, n in workspaces.items() if n >= NOTICED_BYTES}
         self._needs[None] = sorted(large)
         self._limit_bytes, self._on_cpu = limit_bytes, on_cpu
-        self._guards = on_cpu and limit_bytes >= GUARDED_BYTES and heap.returns_pages()
+        self._shares = on_cpu and heap.returns_pages()
+        self._guards = self._shares and limit_bytes >= GUARDED_BYTES
         self._idle: dict[Kind | None, list[Any]] = defaultdict(list)
         self.idle_bytes = 0
         self._base_bytes: int | None = None
@@ -307,7 +310,7 @@ class Pool:
         for pages, until in needing:
             pages.fill(until)
         arrays = [
-            x.array if x else jax.block_until_ready(jnp.empty(*kind))
+            x.array if x else _new_array(*kind)
             for kind, x in zip(kinds, found, strict=True)
         ]
         if workspace:  # not before, or a new array would lie in it
@@ -363,7 +366,7 @@ class Pool:
     def _reserve(self, nbytes: int) -> _Workspace | None:
         """The workspace, of which the first `nbytes` are not idle; None for a small
         one."""
-        if nbytes < NOTICED_BYTES or not (self._on_cpu and heap.returns_pages()):
+        if nbytes < NOTICED_BYTES or not self._shares:
             return None
         if self._workspace is None:
             self._workspace = _Workspace(self._largest_bytes)
