@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from poet_jax.compile import Executable, Unit, compile_nodes, compile_units, is_plain
+from poet_jax.graph import Literal
 from poet_jax.plan import Compute, Free, PageIn, PageOut
 from poet_jax.postpone import postpone
 from poet_jax.price import Costs
@@ -21,6 +22,8 @@ from poet_jax.simulate import simulate
 
 # A run that XLA gave more memory than guessed is guessed again with this margin.
 MARGIN = 1.1
+# Each element of their result depends on others than the operand's at its place.
+NOT_IN_PLACE = ("dot_general", "conv_general_dilated", "transpose", "rev", "gather")
 
 
 def fuse(program: Program, costs: Costs, memory_bytes: float) -> Program:
@@ -150,22 +153,50 @@ class Stretch:
 
     @functools.cached_property
     def unit(self) -> Unit:
-        """What is compiled: a result takes the memory of an equal operand that goes,
-        unless it is being copied to storage."""
+        """What is compiled: a result takes the memory of an equal operand that is not
+        read after the result is made, and goes, and is not being copied to storage.
+
+        Of several the one read last, as an update's own old value is: XLA would copy
+        one that is read later, and that takes more time than the update.
+        """
         made = [v for n in self.nodes for v in self.program.graph.nodes[n].writes]
         writes = tuple(v for v in made if v not in self.freed)
         reads = self.program.reads(Fused(self.nodes, writes))
+        last_read, written = self._places()
         free = defaultdict(list)
         for value in sorted(self.freed.keys() & set(reads), reverse=True):
             if value not in self.saved:
                 free[self._kind(value)].append(value)
-        values = self.program.graph.values
-        replaces = tuple(
-            (free[self._kind(value)].pop(), value)
-            for value in writes
-            if is_plain(values[value].dtype) and free[self._kind(value)]
-        )
+        replaced: dict[int, int] = {}
+        for value in sorted(writes, key=written.__getitem__):
+            olds = free[self._kind(value)]
+            dead = [old for old in olds if last_read.get(old, 0) <= written[value]]
+            if dead and is_plain(self.program.graph.values[value].dtype):
+                replaced[value] = max(dead, key=lambda old: last_read.get(old, 0))
+                olds.remove(replaced[value])
+        replaces = tuple((replaced[v], v) for v in writes if v in replaced)
         return Unit(self.nodes, reads, writes, replaces)
+
+    def _places(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Of each value: the equation that reads it last, or the next one if that could
+        not write over it, and the one that writes it."""
+        last_read: dict[int, int] = {}
+        written: dict[int, int] = {}
+        place = 0
+        for node in (self.program.graph.nodes[n] for n in self.nodes):
+            read, results = dict(enumerate(node.reads)), dict.fromkeys(node.outputs, 0)
+            for equation in node.equations:
+                place += 1
+                after = equation.primitive.name in NOT_IN_PLACE
+                for operand in equation.operands:
+                    if not isinstance(operand, Literal) and operand in read:
+                        last_read[read[operand]] = place + after
+                results.update(dict.fromkeys(equation.results, place))
+            for value, local in zip(node.writes, node.outputs, strict=True):
+                written[value] = results[local]
+                if local in read:  # a result that is an operand
+                    last_read[read[local]] = place + 1
+        return last_read, written
 
     def _kind(self, value: int) -> tuple:
         described = self.program.graph.values[value]

@@ -136,6 +136,7 @@ def _ask(problem: dict, seconds: float) -> Any:
         )
     assert worker.stdin and worker.stdout
     timer = _timer(seconds + GRACE_SECONDS, worker.kill)
+    timer.start()
     answered = False
     try:
         pickle.dump(problem, worker.stdin)
@@ -149,7 +150,8 @@ def _ask(problem: dict, seconds: float) -> Any:
         if not answered:
             worker.kill()
             worker.communicate()
-    _idle[worker] = _timer(IDLE_SECONDS, _end_if_idle, worker)
+    _idle[worker] = end = _timer(IDLE_SECONDS, _end_if_idle, worker)
+    end.start()
     return answer
 
 
@@ -170,5 +172,4 @@ def _end_if_idle(worker: subprocess.Popen) -> None:
 def _timer(seconds: float, function: Callable[..., None], *args: Any):
     timer = threading.Timer(seconds, function, args)
     timer.daemon = True
-    timer.start()
     return timer
