@@ -153,7 +153,8 @@ def clear_way(nbytes: int, address: int, tolerance: int = 0) -> list[int]:
             return blocks
         if 0 < before < nbytes:
             free(block)
-            block, size = allocate(before), before
+            size = max(before - 2 * PAGE_BYTES, PAGE_BYTES)  # nothing of what follows
+            block = allocate(size)
         release_pages(*whole_pages(block, size))
         blocks.append(block)
     free_all(blocks)  # another thread was first

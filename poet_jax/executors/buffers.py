@@ -25,8 +25,9 @@ from poet_jax.compile import Kind, nbytes_of
 # before instructions that bring at least so much; looking takes up to 0.1 ms.
 GUARDED_BYTES = 32 * 2**20
 NOTICED_BYTES = 2**20
-# No buffer lies idle where a node may need this much beyond its workspace.
-SCRATCH_BYTES = 4 * 2**20
+# No buffer lies idle where a node may need this much beyond its workspace, or an eighth
+# of the limit: scratch varies from run to run.
+SCRATCH_BYTES = 16 * 2**20
 # What the heap may hold on to, beyond what is counted: trimming it takes 10 ms.
 GROWTH_BYTES = 4 * 2**20
 # Beyond the largest workspace, as small results may lie where it began.
@@ -152,7 +153,6 @@ class _Workspace(_Pages):
         self._block = 0
         self._occupied: list[int] = []
         self._elsewhere: list[int] = []
-        self.place(0, bytearray())
         self._begin()
 
     def _begin(self) -> None:
@@ -164,18 +164,13 @@ class _Workspace(_Pages):
     def _hold(self, block: int, nbytes: int) -> None:
         self._block = block
         address, count = heap.whole_pages(block, nbytes if block else 0)
-        flags = self.flags
-        if (address, count) != (self.address, len(flags)):
-            flags = heap.pages_in_ram(address, count)
-        else:  # what lies behind it was not XLA's
-            used = min(count, self.kept + SLACK_BYTES // heap.PAGE_BYTES)
-            flags[:used] = heap.pages_in_ram(address, used)
-        self.place(address, flags)
+        self.place(address, heap.pages_in_ram(address, count))
 
     def take(self) -> None:
         """Take back what is free of the block, or a new one if that is too little."""
         if not self._block:
             if not self._retake():
+                heap.release()  # what is left of it is not counted any more
                 self._begin()
             heap.free_all(self._elsewhere)
 
@@ -235,6 +230,7 @@ class Pool:
         self._limit_bytes, self._on_cpu = limit_bytes, on_cpu
         self._shares = on_cpu and heap.returns_pages()
         self._guards = self._shares and limit_bytes >= GUARDED_BYTES
+        self._scratch_bytes = min(SCRATCH_BYTES, limit_bytes // 8)
         self._idle: dict[Kind | None, list[Any]] = defaultdict(list)
         self.idle_bytes = 0
         self._base_bytes: int | None = None
@@ -303,9 +299,9 @@ class Pool:
         self._shrink(self.idle_bytes + beside - self._limit_bytes, row)
         if self._guards and (workspace or new_bytes >= NOTICED_BYTES):
             excess_bytes = self._excess_bytes(new_bytes)
-            if excess_bytes > -SCRATCH_BYTES:
-                self._shrink(excess_bytes + SCRATCH_BYTES, row)
-                if self._excess_bytes(new_bytes) > GROWTH_BYTES:
+            if excess_bytes > -self._scratch_bytes:
+                self._shrink(excess_bytes + self._scratch_bytes, row)
+                if self._excess_bytes(new_bytes) > 0:
                     heap.release()
         for pages, until in needing:
             pages.fill(until)
