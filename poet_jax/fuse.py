@@ -12,8 +12,15 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
-from poet_jax.compile import Executable, Unit, compile_nodes, compile_units, is_plain
-from poet_jax.graph import Literal
+from poet_jax.compile import (
+    RECYCLED_BYTES,
+    Executable,
+    Unit,
+    compile_nodes,
+    compile_units,
+    is_plain,
+)
+from poet_jax.graph import Graph, Literal, Node
 from poet_jax.plan import Compute, Free, PageIn, PageOut
 from poet_jax.postpone import postpone
 from poet_jax.price import Costs
@@ -316,7 +323,8 @@ def _stretches(
     Transfers move to their beginning. So a run ends before it saves what it has made,
     before it loads what it has met, before a node that waits for a page that is not
     there when the run begins, before one that has effects or writes what the run has
-    met, and before the free of a page that nobody waited for.
+    met, and before the free of a page that nobody waited for. It also ends where XLA
+    would be slower, before a node that `_reads_turned`.
     """
     nbytes = costs.nbytes
     resident = set(program.graph.initial)
@@ -342,6 +350,8 @@ def _stretches(
                 if repeats or waits > start_seconds:
                     yield from run(row)
                 new = [v for v in node.writes if v not in resident]
+                if _reads_turned(program.graph, node, made):
+                    yield from run(row)
                 if len(new) < len(node.writes) or not node.repeatable:
                     yield from run(row)  # it stays alone
                 elif start < 0:
@@ -371,3 +381,23 @@ def _stretches(
                     resident.add(value)
                     live += int(nbytes[value])
     yield from run(len(program.instructions))
+
+
+def _reads_turned(graph: Graph, node: Node, made: set[int]) -> bool:
+    """Whether a product contracts a large one of `made` over its rows, as its first.
+
+    XLA's CPU backend transposes that, and if it is made in the same executable, makes
+    it again while it does so, column by column: GELU of [1024, 3072] with its residuals
+    and the gradient of the kernel that reads it took 80 ms as one and 48 as two.
+    """
+    values = dict(enumerate(node.reads))
+    for equation in node.equations:
+        if equation.primitive.name == "dot_general":
+            first = equation.operands[0]
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            value = None if isinstance(first, Literal) else values.get(first)
+            if value in made and graph.values[value].nbytes >= RECYCLED_BYTES:
+                rank = len(graph.values[value].shape)
+                if min(contracted, default=rank) < rank - len(contracted):
+                    return True
+    return False

@@ -130,6 +130,22 @@ def test_transfers_keep_their_order_and_none_is_later_than_it_was():
     assert all(after <= before for after, before in pairs)
 
 
+@pytest.mark.parametrize("rows, runs", [(1024, 2), (16, 1)])
+def test_a_run_ends_before_a_product_that_reads_what_it_made_across_its_rows(
+    rows, runs
+):
+    def loss(w, x):
+        return (jnp.tanh(x + 1) @ w).sum()
+
+    args = jnp.ones((256, 64)), jnp.ones((rows, 256))
+    traced = poet_jax.trace(jax.grad(loss), *args)
+    graph = poet_jax.order(poet_jax.coarsen(traced))
+    costs = poet_jax.price(graph, DEVICE)
+    plan = poet_jax.keep_all(graph, costs, poet_jax.Budget(2**30))
+    program = poet_jax.lower(graph, plan)
+    assert fuse(program, costs, 2**30).computes == runs
+
+
 # The whole step.
 
 
