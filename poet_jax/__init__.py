@@ -36,6 +36,7 @@ from poet_jax.planners.paper import PaperPlanner
 from poet_jax.planners.sqrt import sqrt
 from poet_jax.price import Costs, load_instance, price
 from poet_jax.program import Fused, Program, lower
+from poet_jax.recompute import recompute
 from poet_jax.simulate import Usage, simulate
 from poet_jax.state import init_paged, to_storage
 from poet_jax.store import FileStore, HostStore
@@ -105,6 +106,7 @@ __all__ = [
     "paging_only",
     "pareto",
     "price",
+    "recompute",
     "release",
     "schedule",
     "simulate",

@@ -60,6 +60,7 @@ from poet_jax.planners.milp import MilpPlanner
 from poet_jax.price import Costs, costs_from_dict, costs_to_dict, price
 from poet_jax.program import Program, lower, program_from_list, program_to_list
 from poet_jax.reasons import Reason, reasons
+from poet_jax.recompute import recompute
 from poet_jax.report import write_report
 from poet_jax.simulate import Usage, simulate
 from poet_jax.stream import stream
@@ -276,6 +277,7 @@ PASSES: tuple[Pass, ...] = (
     associate,
     fold,
     coarsen,
+    recompute,
     stream,
     order,
     filter_gradients,
@@ -617,10 +619,11 @@ def schedule(
       passes: what is done to the graph of single equations, in turn. By default
         `narrow` (a slice of a product becomes the product of a slice), `associate`
         (products with thin matrices in the cheap order), `fold` (frozen scales go into
-        frozen kernels), `coarsen` (what XLA would fuse becomes one node), `stream`
-        (large updates of state on storage go block by block), `order` (nodes free
-        early) and `filter_gradients` (those of convolutions in a form that XLA's CPU
-        backend computes fast). `passes=()` leaves the graph as it was traced, one
+        frozen kernels), `coarsen` (what XLA would fuse becomes one node), `recompute`
+        (what the backward pass reads of a light node is computed there again),
+        `stream` (large updates of state on storage go block by block), `order` (nodes
+        free early) and `filter_gradients` (those of convolutions in a form that XLA's
+        CPU backend computes fast). `passes=()` leaves the graph as it was traced, one
         equation per node; `Scheduled.effects` shows what each does.
       static_argnums, static_argnames, donate_argnums: as for `jax.jit`.
 

@@ -79,8 +79,8 @@ def state_bytes(state):
 @pytest.mark.parametrize(
     "name, budget",
     [
-        *(("adamw", budget) for budget in ("100%", "60%", "500KB")),
-        *(("momentum", budget) for budget in ("100%", "60%")),
+        *(("adamw", budget) for budget in ("100%", "70%", "500KB")),
+        *(("momentum", budget) for budget in ("100%", "70%")),
         *(("clipped", budget) for budget in ("100%", "80%")),
     ],
 )
@@ -119,8 +119,8 @@ def test_any_two_plans_are_equal_to_the_bit():
     results = []
     for budget, options in (
         ("100%", {}),
-        ("60%", {}),
-        ("60%", {"planner": poet_jax.MilpPlanner(time_limit_seconds=2)}),
+        ("70%", {}),
+        ("70%", {"planner": poet_jax.MilpPlanner(time_limit_seconds=2)}),
     ):
         store = poet_jax.HostStore()
         state = poet_jax.to_storage(init(jax.random.key(0)), store, 4096)
@@ -153,7 +153,7 @@ def test_a_step_that_fails_leaves_the_state_as_it_was(method, count, error):
     store = Failing()
     state = poet_jax.to_storage(init(jax.random.key(0)), store, 4096)
     before = values(state)
-    planned = schedule(step, "60%", store)
+    planned = schedule(step, "70%", store)
     planned.plan(state, X)
     store.left = count
     with pytest.raises(error):
@@ -199,7 +199,7 @@ def test_a_store_that_was_closed_is_named(store):
 
 def test_several_threads_share_a_step_and_a_store(store):
     init, step = case()
-    planned, plain = schedule(step, "60%", store), jax.jit(step)
+    planned, plain = schedule(step, "70%", store), jax.jit(step)
     first = poet_jax.to_storage(init(jax.random.key(0)), store, 4096)
     planned.plan(first, X)
 
