@@ -11,7 +11,7 @@ planner that rematerialises.
 """
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ def recompute(graph: Graph) -> Graph:
     return recomputer.result()
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Row:
     """An equation over keys: numbers of values, and others for what stays inside."""
 
@@ -87,7 +87,8 @@ class _Recomputer:
         moving = [v for v in node.writes if v not in reduced and self.may_move(v)]
         stops = {v for v in node.writes if v not in moving and self.is_kept(v)}
         stops |= reduced
-        read = _reads(_needed(rows, moving, stops))
+        again = [*rows, *_softmax_numerators(rows, stops)]
+        read = _reads(_needed(again, moving, stops))
         taken = sum(_nbytes(kinds[key]) for key in read if not self.is_kept(key))
         if taken >= sum(self.values[v].nbytes for v in moving):
             return
@@ -96,11 +97,11 @@ class _Recomputer:
             for key in read
             if not isinstance(key, int)
         }
-        rows = [row.renamed(names) for row in rows]
+        rows, again = ([x.renamed(names) for x in each] for each in (rows, again))
         stops = {names.get(key, key) for key in stops}
         for reader in sorted({n for v in moving for n in self.late_readers(v)}):
             own = [v for v in moving if v in self.nodes[reader].reads]
-            added = _needed(rows, own, stops)
+            added = _needed(again, own, stops)
             both = [*added, *self.rows(reader)[0]]
             self.replace(reader, both, self.nodes[reader].writes)
         writes = [v for v in node.writes if self.readers[v] or v in self.graph.outputs]
@@ -215,16 +216,61 @@ def _nbytes(kind: Any) -> int:
     return kind.size * kind.dtype.itemsize
 
 
+def _softmax_numerators(rows: Sequence[_Row], kept: set[Hashable]) -> Iterator[_Row]:
+    """Another way to each exponential that is divided by its own sum, which is kept.
+
+    JAX saves both for the backward pass of a softmax. The quotient times the sum is the
+    exponential, but for rounding: no term exceeds the sum of all, so what is lost where
+    the quotient underflows is nothing beside the others.
+    """
+    made_by = _made_by(rows)
+
+    def name(key: Any) -> str:
+        return made_by[key].equation.primitive.name if key in made_by else ""
+
+    for row in rows:
+        (quotient, *_), (top, bottom, *_) = row.results, (*row.operands, None, None)
+        if row.equation.primitive.name != "div" or quotient not in kept:
+            continue
+        total = bottom
+        while name(total) in ("broadcast_in_dim", "reshape"):
+            total = made_by[total].operands[0]
+        if name(top) == "exp" and name(total) == "reduce_sum":
+            if made_by[total].operands[0] == top:
+                _, bottom_shape = row.equation.operand_shapes
+                product = dataclasses.replace(
+                    row.equation,
+                    primitive=jax.lax.mul_p,
+                    operand_shapes=(*row.equation.result_shapes, bottom_shape),
+                )
+                yield _Row(product, (quotient, bottom), (top,))
+
+
+def _made_by(rows: Iterable[_Row]) -> dict[Hashable, _Row]:
+    return {key: row for row in rows for key in row.results}
+
+
 def _needed(
-    rows: Sequence[_Row], targets: Iterable[Hashable], stops: set[Hashable]
+    rows: Iterable[_Row], targets: Iterable[Hashable], stops: set[Hashable]
 ) -> list[_Row]:
-    """The rows that `targets` are computed by, from `stops` where they meet one."""
-    wanted, needed = set(targets), []
-    for row in reversed(rows):
-        if wanted.intersection(row.results):
-            needed.append(row)
-            wanted.update(key for key in row.reads if key not in stops)
-    return needed[::-1]
+    """The rows that `targets` are computed by, from `stops` where they meet one.
+
+    A row stands after those that it reads. Of two rows for one key the last counts.
+    """
+    made_by = _made_by(rows)
+    needed: dict[_Row, None] = {}
+    waiting = [made_by[key] for key in targets]
+    while waiting:
+        row = waiting[-1]
+        before = [
+            made_by[key] for key in row.reads if key in made_by and key not in stops
+        ]
+        before = [x for x in before if x not in needed]
+        if before and row not in needed:
+            waiting.extend(before)
+        else:
+            needed.setdefault(waiting.pop())
+    return list(needed)
 
 
 def _reads(rows: Sequence[_Row]) -> dict[Any, None]:

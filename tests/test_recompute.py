@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from flax import linen as nn
 from hypothesis import given, settings
 from strategies import budgeted_graphs, programs
@@ -84,3 +85,21 @@ def test_of_a_gelu_its_argument_is_saved_and_nothing_else():
     expected = jax.tree.leaves(jax.jit(step)(*args))
     for left, right in zip(less(*jax.tree.leaves(args)), expected, strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [0.01, 1.0, 1e3, 1e30])
+def test_of_a_softmax_its_result_and_the_sums_are_saved(scale):
+    """[256, 512], and two numbers for each row; also where most terms are zero."""
+
+    def loss(scores, values):
+        return (jax.nn.softmax(scores * scale) @ values).mean()
+
+    keys = jax.random.split(jax.random.key(0), 2)
+    args = jax.random.normal(keys[0], (256, 512)), jax.random.normal(keys[1], (512, 8))
+    graph = coarse(jax.grad(loss, (0, 1)), *args)
+    less = poet_jax.recompute(graph)
+    assert saved_bytes(graph) >= 2 * 256 * 512 * 4
+    assert saved_bytes(less) <= 256 * (512 + 2) * 4
+    expected = jax.jit(jax.grad(loss, (0, 1)))(*args)
+    for left, right in zip(less(*args), expected, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-7 * scale)
