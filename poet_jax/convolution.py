@@ -89,8 +89,12 @@ def as_matrix_product(params: dict[str, Any], image: jax.Array, slope: jax.Array
         if batch % n == 0 and (n == 1 or n * patch_bytes <= most_bytes)
     )
 
+    # XLA transposes the first factor of a sum over rows, so that is the smaller one.
+    slope_first = outputs <= taps * inputs
+
     def product(image, slope):
-        """[taps * inputs, outputs] of a part of the batch."""
+        """[outputs, taps * inputs] of a part of the batch if `slope_first`, else its
+        transpose."""
         padding = [(0, 0, 0), *((*ends, 0) for ends in params["padding"]), (0, 0, 0)]
         image = lax.pad(image, jnp.zeros((), image.dtype), padding)
         shifted = []
@@ -105,11 +109,14 @@ def as_matrix_product(params: dict[str, Any], image: jax.Array, slope: jax.Array
             shifted.append(image[tuple(window)])
         patches = jnp.concatenate(shifted, axis=-1)
         summed = tuple(range(slope.ndim - 1))
+        factors, precision = (patches, slope), params["precision"]
+        if slope_first:
+            factors = factors[::-1]
+            precision = precision[::-1] if isinstance(precision, tuple) else precision
         return lax.dot_general(
-            patches,
-            slope,
+            *factors,
             ((summed, summed), ((), ())),
-            precision=params["precision"],
+            precision=precision,
             preferred_element_type=params["preferred_element_type"],
         )
 
@@ -117,8 +124,10 @@ def as_matrix_product(params: dict[str, Any], image: jax.Array, slope: jax.Array
         return total + product(*part), None
 
     parts = [x.reshape(batch // chunk, chunk, *x.shape[1:]) for x in (image, slope)]
-    total = jnp.zeros((taps * inputs, outputs), image.dtype)
+    shape = (taps * inputs, outputs)
+    total = jnp.zeros(shape[::-1] if slope_first else shape, image.dtype)
     total, _ = lax.scan(add, total, parts)
+    total = total.T if slope_first else total
     gradient = total.reshape(*places, inputs, outputs)
     # out_spec: where inputs, outputs and space are in the result
     order = [len(places), len(places) + 1, *range(len(places))]
