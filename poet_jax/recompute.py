@@ -75,7 +75,8 @@ class _Recomputer:
         if not self.is_changed:
             return self.graph
         graph = dataclasses.replace(self.graph, values=tuple(self.values))
-        return renumber(graph, (node for node in self.nodes if node.writes))
+        left = (node for node in self.nodes if node.writes or not node.repeatable)
+        return renumber(graph, left)
 
     def visit(self, number: int) -> None:
         """Let backward nodes compute what they read of a light forward node."""

@@ -1,7 +1,6 @@
 """The transformation: `schedule` a function within a budget, as `jax.jit` compiles
 it."""
 
-import contextlib
 import dataclasses
 import functools
 import inspect
@@ -369,8 +368,10 @@ class Scheduled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runner = self._last_runner
         if isinstance(runner, WholeStep) and get_opaque_trace_state() == _eager():
-            with contextlib.suppress(NotPlanned):
+            try:  # a context manager takes longer, and steps may take a millisecond
                 return runner(*args, **kwargs)
+            except NotPlanned:
+                pass
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
             return self._jitted(*args, **kwargs)
         try:

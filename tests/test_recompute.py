@@ -103,3 +103,15 @@ def test_of_a_softmax_its_result_and_the_sums_are_saved(scale):
     expected = jax.jit(jax.grad(loss, (0, 1)))(*args)
     for left, right in zip(less(*args), expected, strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-7 * scale)
+
+
+def test_a_node_that_only_has_an_effect_stays():
+    def loss(x):
+        jax.debug.print("{}", x[0, 0])
+        return ((jax.nn.gelu(x @ x) @ x) ** 2).sum()
+
+    x = jnp.ones((64, 64)) / 64
+    graph = coarse(jax.grad(loss), x)
+    less = poet_jax.recompute(graph)
+    assert saved_bytes(less) < saved_bytes(graph)
+    assert sum(not node.repeatable for node in less.nodes) == 1
