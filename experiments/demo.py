@@ -2,7 +2,7 @@
 
 Command:  make demo            (or python -m experiments.demo)
 Time:     three to five minutes on 2 cores.
-Expect:   a peak of at most 40 % of keep-all's 634 MiB; steps in 0.5 to 1.05 times the
+Expect:   a peak of at most 40 % of keep-all's 604 MiB; steps in 0.5 to 1.05 times the
           time of jax.jit's, by the processor, as filter gradients are matrix products
           here, which outweighs what is computed twice and paged (see
           poet_jax.filter_gradients); gradients equal to within 1e-5 in relative norm.
