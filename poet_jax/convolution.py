@@ -109,12 +109,13 @@ def as_matrix_product(params: dict[str, Any], image: jax.Array, slope: jax.Array
             shifted.append(image[tuple(window)])
         patches = jnp.concatenate(shifted, axis=-1)
         summed = tuple(range(slope.ndim - 1))
-        factors, precision = (patches, slope), params["precision"]
+        first, second, precision = patches, slope, params["precision"]
         if slope_first:
-            factors = factors[::-1]
+            first, second = second, first
             precision = precision[::-1] if isinstance(precision, tuple) else precision
         return lax.dot_general(
-            *factors,
+            first,
+            second,
             ((summed, summed), ((), ())),
             precision=precision,
             preferred_element_type=params["preferred_element_type"],
