@@ -226,25 +226,28 @@ def _softmax_numerators(rows: Sequence[_Row], kept: set[Hashable]) -> Iterator[_
     """
     made_by = _made_by(rows)
 
-    def name(key: Any) -> str:
-        return made_by[key].equation.primitive.name if key in made_by else ""
+    def maker(key: Any, name: str) -> _Row | None:
+        row = None if isinstance(key, Literal) else made_by.get(key)
+        return row if row and row.equation.primitive.name == name else None
 
     for row in rows:
-        (quotient, *_), (top, bottom, *_) = row.results, (*row.operands, None, None)
-        if row.equation.primitive.name != "div" or quotient not in kept:
+        if row.equation.primitive.name != "div" or row.results[0] not in kept:
             continue
-        total = bottom
-        while name(total) in ("broadcast_in_dim", "reshape"):
-            total = made_by[total].operands[0]
-        if name(top) == "exp" and name(total) == "reduce_sum":
-            if made_by[total].operands[0] == top:
-                _, bottom_shape = row.equation.operand_shapes
-                product = dataclasses.replace(
-                    row.equation,
-                    primitive=jax.lax.mul_p,
-                    operand_shapes=(*row.equation.result_shapes, bottom_shape),
-                )
-                yield _Row(product, (quotient, bottom), (top,))
+        top, bottom = row.operands
+        spread = maker(bottom, "broadcast_in_dim")
+        total = spread and maker(spread.operands[0], "reduce_sum")
+        if not (spread and total and maker(top, "exp") and total.operands == (top,)):
+            continue
+        top_shape, bottom_shape = row.equation.operand_shapes
+        summed = total.equation.params["axes"]
+        rest = tuple(d for d in range(top_shape.ndim) if d not in summed)
+        if tuple(spread.equation.params["broadcast_dimensions"]) == rest:
+            product = dataclasses.replace(
+                row.equation,
+                primitive=jax.lax.mul_p,
+                operand_shapes=(*row.equation.result_shapes, bottom_shape),
+            )
+            yield _Row(product, (*row.results, bottom), (top,))
 
 
 def _made_by(rows: Iterable[_Row]) -> dict[Hashable, _Row]:
