@@ -27,7 +27,7 @@ from experiments.models import load_for_model, loss_fn, make_model
 
 MODEL = flags.DEFINE_string("model", "resnet18", "Model, in float32.")
 DATASET = flags.DEFINE_string("dataset", "photos", "Data that the model is trained on.")
-BUDGET = flags.DEFINE_string("budget", "50%", "Memory of a step.")
+BUDGET = flags.DEFINE_string("budget", "60%", "Memory of a step.")
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Examples in a batch.", 1)
 STEPS = flags.DEFINE_integer("steps", 20, "Steps of SGD.", 1)
 LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-5, "Learning rate of SGD.")

@@ -1,6 +1,7 @@
 """State on storage: the same numbers, within the budget, and whole after any fault."""
 
 import concurrent.futures
+import functools
 import gc
 import pickle
 
@@ -348,6 +349,86 @@ def test_streaming_changes_no_bit(rows, columns, updates):
         usage = planned.plan(on_storage, x).usage
         assert planned.last_run.peak_bytes == usage.peak_bytes
     assert all(map(np.array_equal, *results))
+
+
+GATHERS = {
+    "plain": lambda table, ids: table[ids],
+    "take": lambda table, ids: jnp.take(table, ids, axis=0),
+    "clip": lambda table, ids: jnp.take(table, ids, axis=0, mode="clip"),
+    "fill": lambda table, ids: table.at[ids].get(mode="fill", fill_value=2.5),
+    "scaled": lambda table, ids: jnp.take(table * 2, ids, axis=0),
+    "columns": lambda table, ids: table[:, ids.astype(int) % table.shape[1]],
+}
+
+
+@settings(max_examples=15)
+@given(
+    rows=st.integers(1, 300),
+    columns=st.sampled_from([1, 30]),
+    blocks=st.integers(1, 4),
+    ids=st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-300, 299), max_size=9),
+    dtype=st.sampled_from(["int32", "int16", "int8", "uint8"]),
+    gathers=st.lists(st.sampled_from(sorted(GATHERS)), min_size=1, max_size=2),
+    trained=st.booleans(),
+)
+def test_embeddings_from_storage_are_the_same_to_the_bit(
+    rows, columns, blocks, ids, dtype, gathers, trained
+):
+    """Forward and backward, of indices out of bounds, too."""
+
+    def step(state, ids):
+        def loss(table):
+            taken = [jnp.tanh(GATHERS[x](table, ids)).sum() for x in gathers]
+            return sum(n * x for n, x in enumerate(taken, 1)), taken
+
+        table, moment = state
+        if not trained:
+            return state, loss(table)
+        gradient, taken = jax.grad(loss, has_aux=True)(table)
+        moment = 0.9 * moment + gradient
+        return (table - moment / 8, moment), taken
+
+    table = jax.random.normal(jax.random.key(rows), (rows, columns))
+    ids = jnp.asarray(np.array(ids, np.int64).astype(dtype)).reshape(1, -1)
+    results = []
+    for block_bytes in (-(-table.nbytes // blocks), 2**30):
+        paged.BLOCK_BYTES = block_bytes
+        store = poet_jax.HostStore()
+        state = poet_jax.to_storage((table, table * 0), store, 1)
+        results.append(values(schedule(step, "100%", store)(state, ids)))
+    assert all(map(functools.partial(np.array_equal, equal_nan=True), *results))
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_table_larger_than_the_budget_is_an_embedding(trained):
+    """Of nnx: its rows are gathered and its gradient is applied block by block."""
+    paged.BLOCK_BYTES = 2**16
+    store = poet_jax.HostStore()
+    optimizer = optax.adam(1e-2)
+    layer = nnx.Embed(4096, 64, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(layer)
+
+    def step(state, ids):
+        params, moments = state
+
+        def loss(params):
+            return jnp.square(nnx.merge(graphdef, params)(ids)).mean()
+
+        if not trained:
+            return state, loss(params)
+        value, gradient = jax.value_and_grad(loss)(params)
+        updates, moments = optimizer.update(gradient, moments, params)
+        return (optax.apply_updates(params, updates), moments), value
+
+    ids = jax.random.randint(jax.random.key(0), (8, 32), 0, 4096)
+    state = params, optimizer.init(params)
+    expected, loss = jax.jit(step)(state, ids)
+    paged_state = poet_jax.to_storage(state, store, 2**16)
+    planned = schedule(step, 2**19, store)  # the table takes twice as much
+    state, got = planned(paged_state, ids)
+    np.testing.assert_allclose(got, loss, rtol=1e-6)
+    assert_close(state, expected)
+    assert planned.last_run.peak_bytes <= 2**19
 
 
 def test_streamed_updates_take_the_room_of_a_block():
