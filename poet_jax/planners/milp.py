@@ -47,8 +47,8 @@ HORIZON = 40
 # finds no plan, and for all means together.
 MANY_NODES = 300
 
-# Relative gap at which the solver leaves a round of `Cuts`.
-ROUND_GAP = 3e-4
+# Relative gap at which the solver leaves a round for the smallest budget.
+SMALLEST_GAP = 3e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,7 +306,7 @@ class _Search:
         reserve_bytes, failing, fitting, horizon = 0, 0, None, None
         deadline = (budget and budget.seconds) or 0.0
         asked = budget  # with an earlier deadline once plans wait for storage
-        gap = ROUND_GAP
+        gap = SMALLEST_GAP if budget is None else self.planner.gap / 2
         share = max(5.0, self.planner.time_limit_seconds / 6)
         self.statistics["rounds"] = 0
         while self.seconds_left() > 1.0:
@@ -351,9 +351,6 @@ class _Search:
                 reserve_bytes += over + limit // 100
             elif fitting - failing > limit // 200:
                 reserve_bytes = (fitting + failing) // 2
-            elif gap > self.planner.gap / 2:
-                reserve_bytes = fitting
-                gap, share = self.planner.gap / 2, self.seconds_left()
             else:
                 return
 

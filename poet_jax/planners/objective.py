@@ -52,6 +52,7 @@ def minimise(
         joules += [float(cost[v]) * y for _, cost, v, y in transfers]
         value = float(costs.joules.sum()) + costs.static_watts * seconds + xsum(joules)
     # Solvers stop at absolute differences too, so keep-all counts as 1000.
-    unit = least_objective(graph, costs, objective) / 1000 or 1.0
-    model.objective = value * (1 / unit)
+    least = least_objective(graph, costs, objective)
+    unit = least / 1000 or 1.0
+    model.objective, model.least = value * (1 / unit), least / unit
     return unit, seconds

@@ -70,7 +70,10 @@ class Solution:
 class Model:
     """A minimisation over variables that are at least zero.
 
-    `model += row` takes a comparison of python-mip's expressions. `objective` is one.
+    `model += row` takes a comparison of python-mip's expressions. `objective` is one,
+    and no solution has less than `least`, of which gaps are fractions at least: CBC
+    leaves the constant part of an objective out of its relative gap, and for a step
+    that is almost all of it.
     """
 
     def __init__(self, solver: str, gap: float):
@@ -79,6 +82,7 @@ class Model:
         self.binary: list[bool] = []
         self.rows: list[Any] = []
         self.objective: Any = None
+        self.least = 0.0
 
     def add_var(self, *, ub: float = math.inf, binary: bool = False) -> Any:
         """A variable, continuous or binary, of at most `ub`."""
@@ -99,6 +103,7 @@ class Model:
         problem = {
             "solver": self.solver,
             "gap": self.gap,
+            "absolute_gap": max(self.gap * self.least, 1e-12),
             "seconds": seconds,
             "upper": self.upper,
             "binary": self.binary,

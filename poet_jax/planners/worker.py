@@ -19,7 +19,7 @@ def solve(problem: dict) -> tuple:
     model = mip.Model(sense=mip.MINIMIZE, solver_name=problem["solver"])
     model.verbose = 0
     model.max_mip_gap = problem["gap"]
-    model.max_mip_gap_abs = 1e-12
+    model.max_mip_gap_abs = problem["absolute_gap"]
     variables = [
         model.add_var(ub=upper, var_type=mip.BINARY if binary else mip.CONTINUOUS)
         for upper, binary in zip(problem["upper"], problem["binary"], strict=True)
