@@ -127,9 +127,18 @@ def is_plain(dtype: Any) -> bool:
     return True
 
 
+def on_cpu() -> bool:
+    """Whether arrays are in host memory: JAX's default backend is the CPU.
+
+    An accelerator's backend allocates and frees in the order in which work is issued,
+    and keeps what is freed; its results need no buffers of ours.
+    """
+    return jax.default_backend() == "cpu"
+
+
 def is_recycled(kind: Kind) -> bool:
     """Whether a result's memory is used again for later results."""
-    return is_plain(kind[1]) and nbytes_of(kind) >= RECYCLED_BYTES
+    return is_plain(kind[1]) and nbytes_of(kind) >= RECYCLED_BYTES and on_cpu()
 
 
 class Executable:

@@ -15,11 +15,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from poet_jax.compile import on_cpu
 from poet_jax.device import DeviceProfile
-from poet_jax.store import FileStore
+from poet_jax.store import FileStore, HostStore, PageStore
 
 _PROBE_BYTES = 32 * 2**20
 _STORAGE = "measured: FileStore, 32 MiB, with checksum, while all cores compute"
+_HOST_MEMORY = "measured: HostStore, 32 MiB, from and to the device, while it computes"
+
+
+def default_store() -> PageStore:
+    """Where pages go on this machine: to a file, or from an accelerator to host
+    memory."""
+    return FileStore() if on_cpu() else HostStore()
+
+
+def _transfers() -> str:
+    return _STORAGE if on_cpu() else _HOST_MEMORY
 
 
 def host_path() -> pathlib.Path:
@@ -30,7 +42,9 @@ def host_path() -> pathlib.Path:
     measured.
     """
     folder = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    key = hashlib.sha256("\n".join((*described(), _STORAGE)).encode()).hexdigest()[:12]
+    key = hashlib.sha256("\n".join((*described(), _transfers())).encode()).hexdigest()[
+        :12
+    ]
     return pathlib.Path(folder) / "poet_jax" / f"host-{key}.toml"
 
 
@@ -96,8 +110,8 @@ def _measured() -> DeviceProfile:
             "flops_per_second": "measured: product of 1024 x 1024 matrices",
             "flops_per_joule": "assumed: 10 W for compute on all cores",
             "bytes_per_second": "measured: negating 32 MiB",
-            "page_in_bytes_per_second": _STORAGE,
-            "page_out_bytes_per_second": _STORAGE,
+            "page_in_bytes_per_second": _transfers(),
+            "page_out_bytes_per_second": _transfers(),
             "paging_watts": "assumed: 2 W and one core's share",
             "static_watts": "assumed: 5 W",
             "dispatch_seconds": "measured: a compiled function of one number",
@@ -124,20 +138,24 @@ def _dispatch_seconds() -> float:
 
 
 def _storage_bytes_per_second() -> tuple[float, float]:
-    """Rates of writing to and reading from a FileStore, checksums included.
+    """Rates of writing to and reading from the default store, checksums included.
 
-    All cores compute meanwhile, as they do when a step pages: transfers then take up to
-    twice as long. The first writing does not count: a store reuses its file, so its
-    blocks exist.
+    All cores, or the accelerator, compute meanwhile, as they do when a step pages:
+    transfers then take up to twice as long. The first writing does not count: a store
+    reuses its file, so its blocks exist.
     """
-    store, data = FileStore(), np.empty(_PROBE_BYTES, np.uint8)
+    store, data = default_store(), np.empty(_PROBE_BYTES, np.uint8)
+    near = on_cpu()
     outs, ins = [], []
     with _busy_cores():
         for _ in range(6):
+            array = None if near else jax.block_until_ready(jnp.asarray(data))
             start = time.perf_counter()
-            store.write(0, data, "probe")
+            store.write(0, data if array is None else np.asarray(array), "probe")
             middle = time.perf_counter()
             store.read(0, data, "probe")
+            if not near:
+                jax.block_until_ready(jax.device_put(data))
             stop = time.perf_counter()
             store.delete(0)
             outs.append(middle - start)

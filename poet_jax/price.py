@@ -17,6 +17,7 @@ from poet_jax.compile import (
     Unit,
     compile_nodes,
     is_recycled,
+    on_cpu,
     signature,
 )
 from poet_jax.device import DeviceProfile
@@ -281,9 +282,9 @@ def _seconds_of(
     """Median of a few runs after one that warms up, each after `evict`.
 
     Each run writes into the results of the last, as in the executor. What one allocates
-    beyond its reported workspace becomes part of that: Eigen's convolutions have
-    scratch of their own, which XLA does not know of, and which varies from run to run
-    with what its threads do at the same time.
+    beyond its reported workspace becomes part of that: on the CPU, Eigen's convolutions
+    have scratch of their own, which XLA does not know of, and which varies from run to
+    run with what its threads do at the same time.
     """
     into = None
 
@@ -299,7 +300,7 @@ def _seconds_of(
 
     run()
     seconds = statistics.median(run() for _ in range(3))
-    for _ in range(SCRATCH_RUNS):
+    for _ in range(SCRATCH_RUNS if on_cpu() else 0):
         grown = heap.growth_bytes(run)
         if grown <= executable.temp_bytes + NOTICED_BYTES:
             break

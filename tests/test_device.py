@@ -80,7 +80,9 @@ def test_a_file_that_is_no_profile_is_refused(text, culprit, tmp_path):
         poet_jax.DeviceProfile.load(path)
 
 
-def test_this_machine_is_measured_once_and_kept(tmp_path, monkeypatch):
+@pytest.mark.parametrize("backend", ["cpu", "gpu"])
+def test_this_machine_is_measured_once_and_kept(backend, tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     poet_jax.host.cache_clear()
     first = poet_jax.host()

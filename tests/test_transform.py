@@ -459,3 +459,27 @@ def test_value_and_grad_is_jaxs(argnums, has_aux):
     expected = jax.jit(jax.value_and_grad(fun, argnums, has_aux))
     assert_same(scheduled(W, X), expected(W, X))
     assert scheduled.last_run.peak_bytes <= scheduled.plan(W, X).budget.memory_bytes
+
+
+# On an accelerator, whose arrays the host cannot write to.
+
+
+def test_on_an_accelerator_pages_go_through_host_memory(monkeypatch):
+    """With the CPU's arrays, as no accelerator is at hand."""
+
+    def step(w, x):
+        for _ in range(4):
+            x = jnp.sin(x @ w)
+        return (x**2).mean()
+
+    w, x = jax.random.normal(jax.random.key(0), (2, 700, 700)) / 40
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    executor = poet_jax.HostExecutor(fuse=False)
+    assert isinstance(executor.store, poet_jax.HostStore)
+    options = {"planner": poet_jax.paging_only, "executor": executor}
+    planned = tight(jax.grad(step), w, x, **options)
+    assert_same(planned(w, x), jax.jit(jax.grad(step))(w, x))
+    usage = planned.plan(w, x).usage
+    assert planned.last_run.bytes_paged_out == usage.bytes_paged_out > 0
+    assert planned.last_run.peak_bytes == usage.peak_bytes
+    assert executor.store.nbytes == 0

@@ -129,12 +129,10 @@ class _Pages:
 class _Buffer(_Pages):
     """An idle array."""
 
-    def __init__(self, array: jax.Array, on_cpu: bool):
+    def __init__(self, array: jax.Array):
         self.array = array
-        address, count = 0, -(-array.nbytes // heap.PAGE_BYTES)
-        if on_cpu:
-            pointer = array.unsafe_buffer_pointer()
-            address, count = heap.whole_pages(pointer, array.nbytes)
+        pointer = array.unsafe_buffer_pointer()
+        address, count = heap.whole_pages(pointer, array.nbytes)
         super().__init__(address, bytearray(b"\1" * count))
 
     def delete(self) -> None:
@@ -208,7 +206,8 @@ class Pool:
     Args:
       taken: (instruction, kind) of every buffer that the program takes, in order.
       limit_bytes: the most that arrays, idle buffers and workspaces may occupy.
-      on_cpu: whether buffers are host memory. Elsewhere they are deleted instead.
+      on_cpu: whether arrays are in host memory. Elsewhere nothing is kept and nothing
+        is looked at.
       workspaces: bytes of the workspace of each computing instruction.
 
     Attributes:
@@ -227,7 +226,7 @@ class Pool:
             self._needs[kind].append(row)
         large = {row: n for row, n in workspaces.items() if n >= NOTICED_BYTES}
         self._needs[None] = sorted(large)
-        self._limit_bytes, self._on_cpu = limit_bytes, on_cpu
+        self._limit_bytes = limit_bytes
         self._shares = on_cpu and heap.returns_pages()
         self._guards = self._shares and limit_bytes >= GUARDED_BYTES
         self._scratch_bytes = min(SCRATCH_BYTES, limit_bytes // 8)
@@ -317,7 +316,7 @@ class Pool:
         """Keep an array that was freed, or was the caller's until it was donated."""
         if donated:
             array = _adopt(array)
-        buffer = _Buffer(array, self._on_cpu)
+        buffer = _Buffer(array)
         self._idle[array.shape, array.dtype].append(buffer)
         self.idle_bytes += buffer.held * heap.PAGE_BYTES
 
@@ -332,7 +331,7 @@ class Pool:
                 buffer = buffers.pop()
                 self.idle_bytes -= buffer.held * heap.PAGE_BYTES
                 buffer.delete()
-            for buffer in buffers if self._on_cpu else ():
+            for buffer in buffers:
                 heap.lend_pages(buffer.address, len(buffer.flags))
         if self._moves >= MOVES_PER_COUNT:
             self._moves = 0
@@ -413,7 +412,7 @@ class Pool:
         while count > 0 and self.idle_bytes:
             kind, last = self._needed_last(row)
             address, taken = last.lose(count)
-            if not self._on_cpu or not heap.release_pages(address, taken):
+            if not heap.release_pages(address, taken):
                 taken += last.held
                 self._idle[kind].remove(last)
                 last.delete()

@@ -22,17 +22,19 @@ from poet_jax.compile import (
     is_plain,
     is_recycled,
     nbytes_of,
+    on_cpu,
 )
 from poet_jax.errors import PlanInvalid
 from poet_jax.executors.buffers import Pool, view
 from poet_jax.fuse import fuse
 from poet_jax.graph import Value
+from poet_jax.machine import default_store
 from poet_jax.paged import PagedArray
 from poet_jax.plan import Compute, Free, PageIn, PageOut
 from poet_jax.price import Costs
 from poet_jax.program import Fused, Program
 from poet_jax.simulate import simulate
-from poet_jax.store import FileStore, PageStore
+from poet_jax.store import PageStore
 from poet_jax.units import format_bytes, format_count, format_seconds
 
 
@@ -83,19 +85,19 @@ class Run:
 class HostExecutor:
     """Runs programs on JAX's default device, paging through `store`.
 
-    `executor(program)` compiles the nodes and gives a `Runner`. The default store is a
-    `FileStore` in the system's folder for temporary files. Large results are written
-    into freed arrays of their shape (`buffers.Pool`); between steps a runner holds
-    their addresses, not their memory.
+    `executor(program)` compiles the nodes and gives a `Runner`. On the CPU, large
+    results are written into freed arrays of their shape (`buffers.Pool`); between steps
+    a runner holds their addresses, not their memory.
 
     Args:
-      store: where pages go.
+      store: where pages go; by default a `FileStore` in the system's folder for
+        temporary files, or host memory if arrays are on an accelerator.
       fuse: whether consecutive nodes become one executable where the budget allows it.
         Results of any two plans are equal to the bit only if not.
     """
 
     def __init__(self, store: PageStore | None = None, fuse: bool = True):
-        self.store = store if store is not None else FileStore()
+        self.store = store if store is not None else default_store()
         self.fuses = fuse
 
     def prepare(self, program: Program, costs: Costs, memory_bytes: float) -> Program:
@@ -148,7 +150,7 @@ class Runner:
         self.recycled = [
             is_recycled((value.shape, value.dtype)) for value in program.graph.values
         ]
-        self.on_cpu = jax.default_backend() == "cpu"
+        self.on_cpu = on_cpu()
         self._pool: Pool | None = None
         _runners.add(self)
         self._peak_bytes = self._ledger_peak()
