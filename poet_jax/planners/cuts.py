@@ -14,7 +14,8 @@ is limited at the cuts alone, which are added where the plan of a solution excee
 
 import bisect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from poet_jax.graph import Graph
@@ -38,6 +39,8 @@ class Cuts:
       planner: a MilpPlanner.
       nodes: base nodes to cut at.
       reserve_bytes: left free at every cut. With it the minimum is no bound.
+      reserves: bytes left free, by (cut, node), at a cut if the node runs again in the
+        segment that it ends, or is its own. With any the minimum is no bound.
       horizon: nodes that run again are at most so many before one whose results a
         segment reads; None for no limit. With it the minimum is no bound.
       choice: what may be left out. With it the objective is what that would gain.
@@ -53,6 +56,7 @@ class Cuts:
         reserve_bytes: int = 0,
         horizon: int | None = None,
         choice: Choice | None = None,
+        reserves: Mapping[tuple[int, int], int] = MappingProxyType({}),
     ):
         self.graph, self.costs, self.budget = graph, costs, budget
         self.planner, self.horizon = planner, horizon
@@ -82,7 +86,7 @@ class Cuts:
         self._source_rows()
         for segment in range(1, self.last, 1 if horizon is None else 3):
             self._window_rows(segment)
-        self._memory_rows(reserve_bytes)
+        self._memory_rows(reserve_bytes, reserves)
         self._store_rows()
         if self.chosen is not None:
             self.unit = 1.0
@@ -268,8 +272,10 @@ class Cuts:
                 if self.is_older(v, start):
                     model += windows["r", node] <= sources(v)
 
-    def _memory_rows(self, reserve_bytes: int) -> None:
-        """(16) RAM while the base node of each cut runs."""
+    def _memory_rows(
+        self, reserve_bytes: int, reserves: Mapping[tuple[int, int], int]
+    ) -> None:
+        """(16) RAM while the base node of each cut runs, and with `reserves`."""
         graph, nbytes = self.graph, self.nbytes
         unit = self.memory_unit = float(max([*nbytes, 1]))
         if self.budget is None:
@@ -290,6 +296,11 @@ class Cuts:
                     own_bytes += nbytes[v]
             total = xsum([*held[cut], own_bytes / unit * runs])
             self.model += total + pinned / unit <= self.memory
+            for (stage, again), free_bytes in reserves.items():
+                if stage == number:
+                    runs = self.r.get((again, cut - 1), 1)
+                    used = total + pinned / unit + free_bytes / unit * runs
+                    self.model += used <= self.memory
 
     def _store_rows(self) -> None:
         """(19) Room on storage at each cut: what is still to be paged in."""

@@ -7,7 +7,9 @@ plan on the way is repaired, prefetched and judged by the simulator.
 import dataclasses
 import fnmatch
 import logging
+import math
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from poet_jax import progress
@@ -46,6 +48,10 @@ HORIZON = 40
 # Beyond so many nodes heuristics take longer than `Cuts`, and are asked only if that
 # finds no plan, and for all means together.
 MANY_NODES = 300
+
+# So often what nodes that run again exceed is left free at the cuts where they do,
+# before as much is left free at all.
+RESERVING_ROUNDS = 8
 
 # Relative gap at which the solver leaves a round for the smallest budget.
 SMALLEST_GAP = 3e-4
@@ -304,6 +310,8 @@ class _Search:
         baseline = crests(graph, keep_everything(graph, costs))
         cuts = {baseline.index(max(baseline))}
         reserve_bytes, failing, fitting, horizon = 0, 0, None, None
+        reserves: Counter[tuple[int, int]] = Counter()
+        tries = 0
         deadline = (budget and budget.seconds) or 0.0
         asked = budget  # with an earlier deadline once plans wait for storage
         gap = SMALLEST_GAP if budget is None else self.planner.gap / 2
@@ -311,7 +319,14 @@ class _Search:
         self.statistics["rounds"] = 0
         while self.seconds_left() > 1.0:
             program = Cuts(
-                graph, costs, asked, self.planner, cuts, reserve_bytes, horizon
+                graph,
+                costs,
+                asked,
+                self.planner,
+                cuts,
+                reserve_bytes,
+                horizon,
+                reserves=reserves,
             )
             size = program.statistics["binaries"]
             if budget and len(cuts) > 1 and not horizon and size > LARGE:
@@ -319,9 +334,10 @@ class _Search:
                 continue
             self.statistics |= program.statistics
             self.statistics["rounds"] += 1
-            seconds = min(share, self.seconds_left())
+            seconds, begin = min(share, self.seconds_left()), time.monotonic()
             judged, bound = program.solve(seconds, gap, self.start())
-            is_bound = not (reserve_bytes or horizon or asked is not budget)
+            stopped = time.monotonic() - begin > 0.9 * seconds
+            is_bound = not (reserve_bytes or reserves or horizon or asked is not budget)
             yield bound if is_bound else 0.0, judged
             if judged is None:
                 return
@@ -347,10 +363,19 @@ class _Search:
                 fitting = reserve_bytes
             else:  # what exceeds the budget lies between the cuts
                 failing = reserve_bytes
-            if fitting is None:
+            if fitting is None and tries < RESERVING_ROUNDS:
+                tries += 1
+                worst = crests(graph, judged)
+                for stage in self.worst_stages(judged, limit, 1.0):
+                    live, again = worst[stage]
+                    cuts.add(stage)
+                    reserves[stage, again] += live - limit
+            elif fitting is None:
                 reserve_bytes += over + limit // 100
             elif fitting - failing > limit // 200:
                 reserve_bytes = (fitting + failing) // 2
+            elif stopped and math.isfinite(share):  # it has all the time that is left
+                reserve_bytes, share = fitting, math.inf
             else:
                 return
 
@@ -368,17 +393,19 @@ class _Search:
             return None
         return self.best
 
-    def worst_stages(self, judged: Judged, limit: int) -> set[int]:
+    def worst_stages(
+        self, judged: Judged, limit: int, between: float = 1.1
+    ) -> set[int]:
         """The stages, some apart, whose base nodes exceed `limit` the most: two, or a
         few in a large graph.
 
-        Where nodes that run again exceed it by a lot, their stages count, too.
+        Where nodes that run again exceed it `between` times, their stages count, too.
         """
         found: list[int] = []
         worst = crests(self.graph, judged)
         for stage in sorted(range(len(worst)), key=lambda stage: -worst[stage][0]):
             live, node = worst[stage]
-            over = live > limit if node == stage else live > 1.1 * limit
+            over = live > limit if node == stage else live > between * limit
             apart = all(abs(stage - other) > len(worst) // 40 for other in found)
             if over and apart:
                 found.append(stage)

@@ -24,6 +24,10 @@ import numpy as np
 
 xsum: Any = mip.xsum
 
+# A program of many binaries that are of few kinds is solved by kinds. Rows of more
+# terms than the last number are told apart.
+FEW, MOST_KINDS = 200, 100
+SHORT_ROW = 50
 # A solver that is not back this long after its time limit is killed.
 GRACE_SECONDS = 10.0
 # A process that solved for BERT-base holds 200 MB: it is not to last into training.
@@ -116,6 +120,7 @@ class Model:
             "constants": [row.const for row in self.rows],
             "start": [(y.idx, value) for y, value in start],
         }
+        problem["alike"] = self._alike(problem) if self.solver == "CBC" else []
         answer = _ask(problem, seconds)
         if isinstance(answer, Exception):
             raise answer
@@ -126,6 +131,33 @@ class Model:
             return Solution()
         values, value, bound, infeasible = answer
         return Solution(values and np.array(values), value, bound, infeasible)
+
+    def _alike(self, problem: dict) -> list[list[int]]:
+        """Binaries with equal columns, but for which of the short rows they are in:
+        those of equal layers. None if there are many kinds."""
+        count, binaries = len(self.binary), sum(self.binary)
+        if binaries < FEW:
+            return []
+        columns: list[list[tuple]] = [[] for _ in range(count)]
+        costs = dict(problem["objective"])
+        lengths = problem["lengths"].tolist()
+        terms = zip(
+            problem["columns"].tolist(), problem["coefficients"].tolist(), strict=True
+        )
+        for number, (length, sense) in enumerate(
+            zip(lengths, problem["senses"], strict=True)
+        ):
+            row = length if length < SHORT_ROW else -number
+            for column, coefficient in itertools.islice(terms, length):
+                columns[column].append((row, sense, round(coefficient, 9)))
+        kinds: dict[tuple, list[int]] = {}
+        for n in range(count):
+            if self.binary[n]:
+                kind = round(costs.get(n, 0.0), 9), *sorted(columns[n])
+                kinds.setdefault(kind, []).append(n)
+        if len(kinds) > MOST_KINDS or 3 * len(kinds) > binaries:
+            return []
+        return [members for members in kinds.values() if len(members) > 1]
 
 
 def _ask(problem: dict, seconds: float) -> Any:

@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import sys
+import time
 from typing import Any
 
 import mip
@@ -16,13 +17,78 @@ import mip
 def solve(problem: dict) -> tuple:
     """(values or None, objective, bound, whether it is infeasible) of the recorded
     minimisation."""
+    since = time.monotonic()
+    values, value, least = None, float("inf"), 0.0
+    if problem["alike"]:
+        values, value, least = solve_by_kinds(problem)
+        if value - least <= problem["gap"] * abs(value) < float("inf"):
+            return values, value, least, False
+    model, variables = build(problem, set())
+    if values is not None:
+        model.start = list(zip(variables, values, strict=True))
+    left = problem["seconds"] - (time.monotonic() - since)
+    status = model.optimize(max_seconds=max(left, 1.0))
+    bound = max(least, bound_of(problem, model))
+    if not model.num_solutions:
+        infeasible = values is None and status == mip.OptimizationStatus.INFEASIBLE
+        return values, value, bound, infeasible
+    value: Any = model.objective_value
+    return [variable.x for variable in variables], value, bound, False
+
+
+def solve_by_kinds(problem: dict) -> tuple:
+    """(values or None, objective, bound): first how many binaries of each kind are 1,
+    then which.
+
+    CBC branches on one after the other of binaries that may be exchanged, as those of
+    equal layers, and gets nowhere. Their sum is an integer; with that alone a program
+    is a relaxation, and its solution mostly one of the whole program.
+    """
+    kinds = problem["alike"]
+    model, variables = build(problem, {n for members in kinds for n in members})
+    sums = []
+    for members in kinds:
+        sums.append(model.add_var(ub=len(members), var_type=mip.INTEGER))
+        model += mip.xsum(variables[n] for n in members) == sums[-1]
+    model.optimize(max_seconds=problem["seconds"] / 2)
+    bound = bound_of(problem, model)
+    if not model.num_solutions:
+        return None, float("inf"), bound
+    counts = [round(total.x) for total in sums]
+    model, variables = build(problem, set())
+    for members, count in zip(kinds, counts, strict=True):
+        model += mip.xsum(variables[n] for n in members) == count
+    model.optimize(max_seconds=problem["seconds"] / 4)
+    if not model.num_solutions:
+        return None, float("inf"), bound
+    return [variable.x for variable in variables], model.objective_value, bound
+
+
+def bound_of(problem: dict, model: Any) -> float:
+    """A lower bound after `model.optimize`."""
+    bound: Any = model.objective_bound
+    bound = 0.0 if bound is None or not abs(bound) < 1e30 else bound
+    if model.num_solutions and problem["solver"] == "CBC":
+        # Done within the gap, it calls the value of what it found the bound.
+        value: Any = model.objective_value
+        bound = min(bound, value - problem["gap"] * abs(value))
+    return bound
+
+
+def build(problem: dict, relaxed: set[int]) -> tuple[Any, list]:
+    """The program, with some binaries continuous, and its variables."""
     model = mip.Model(sense=mip.MINIMIZE, solver_name=problem["solver"])
     model.verbose = 0
     model.max_mip_gap = problem["gap"]
     model.max_mip_gap_abs = problem["absolute_gap"]
     variables = [
-        model.add_var(ub=upper, var_type=mip.BINARY if binary else mip.CONTINUOUS)
-        for upper, binary in zip(problem["upper"], problem["binary"], strict=True)
+        model.add_var(
+            ub=upper,
+            var_type=mip.BINARY if binary and n not in relaxed else mip.CONTINUOUS,
+        )
+        for n, (upper, binary) in enumerate(
+            zip(problem["upper"], problem["binary"], strict=True)
+        )
     ]
     columns = [variables[column] for column in problem["columns"].tolist()]
     coefficients = problem["coefficients"].tolist()
@@ -45,16 +111,7 @@ def solve(problem: dict) -> tuple:
     )
     if problem["start"]:
         model.start = [(variables[column], x) for column, x in problem["start"]]
-    status = model.optimize(max_seconds=problem["seconds"])
-    bound: Any = model.objective_bound
-    bound = 0.0 if bound is None or not abs(bound) < 1e30 else bound
-    if not model.num_solutions:
-        return None, float("inf"), bound, status == mip.OptimizationStatus.INFEASIBLE
-    value: Any = model.objective_value
-    if problem["solver"] == "CBC":
-        # Done within the gap, it calls the value of what it found the bound.
-        bound = min(bound, value - problem["gap"] * abs(value))
-    return [variable.x for variable in variables], value, bound, False
+    return model, variables
 
 
 def main() -> None:
