@@ -5,7 +5,7 @@
 
 The first command plans what its question needs, and appends rows to a CSV file in
 experiments/results/paper/; a run that was stopped goes on where it was. On two cores
-`ram` takes an hour, `deadline` and `smallest` ten minutes each, and `instances` and
+`ram` takes 12 to 30 minutes, `deadline` and `smallest` five each, and `instances` and
 `rules`, which need --instances=FOLDER with planner instances, half an hour. The
 second command draws every figure from the rows. All is modelled: nothing runs, and no
 joule is measured.
