@@ -344,7 +344,8 @@ class _Search:
             limit = round(bound) if budget is None else budget.memory_bytes
             over = judged.usage.peak_bytes - limit
             new = self.worst_stages(judged, limit) - cuts
-            if over > 0 and new and (not horizon or size < 1.3 * LARGE):
+            may_grow = not horizon or size < 1.3 * LARGE
+            if over > 0 and new and may_grow:
                 cuts |= new
                 if horizon and fitting is None:
                     reserve_bytes += over // 2
@@ -363,7 +364,7 @@ class _Search:
                 fitting = reserve_bytes
             else:  # what exceeds the budget lies between the cuts
                 failing = reserve_bytes
-            if fitting is None and tries < RESERVING_ROUNDS:
+            if fitting is None and may_grow and tries < RESERVING_ROUNDS:
                 tries += 1
                 worst = crests(graph, judged)
                 for stage in self.worst_stages(judged, limit, 1.0):
