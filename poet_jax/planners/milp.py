@@ -339,6 +339,12 @@ class _Search:
             stopped = time.monotonic() - begin > 0.9 * seconds
             is_bound = not (reserve_bytes or reserves or horizon or asked is not budget)
             yield bound if is_bound else 0.0, judged
+            reserving = reserve_bytes or reserves
+            if judged is None and reserving and tries < RESERVING_ROUNDS:
+                tries += 1  # so much left free leaves no plan
+                reserve_bytes //= 2
+                reserves = Counter({key: n // 2 for key, n in reserves.items()})
+                continue
             if judged is None:
                 return
             limit = round(bound) if budget is None else budget.memory_bytes
