@@ -29,11 +29,11 @@ def solve(problem: dict) -> tuple:
     left = problem["seconds"] - (time.monotonic() - since)
     status = model.optimize(max_seconds=max(left, 1.0))
     bound = max(least, bound_of(problem, model))
-    if not model.num_solutions:
-        infeasible = values is None and status == mip.OptimizationStatus.INFEASIBLE
-        return values, value, bound, infeasible
-    value: Any = model.objective_value
-    return [variable.x for variable in variables], value, bound, False
+    if model.num_solutions and model.objective_value <= value:
+        value = model.objective_value
+        values = [variable.x for variable in variables]
+    infeasible = values is None and status == mip.OptimizationStatus.INFEASIBLE
+    return values, value, bound, infeasible
 
 
 def solve_by_kinds(problem: dict) -> tuple:
