@@ -13,18 +13,25 @@ around 0.7 where chance is 0.27. The second command draws schemes.png.
 An update is one of SCHEMES, or "searched", which is what `experiments.search` found, or
 JSON with a fraction for each pattern of paths, such as
 '{"blocks/5/**": 1, "head/**": 1}'. A budget is a size, a percentage of what full
-fine-tuning needs when everything is kept, or "all", which is no limit. With --steps=0
-a row has no accuracy, and costs and memory are measured all the same.
+fine-tuning needs when everything is kept, or "all", which is no limit. Within a limit
+parameters and moments are in a file between steps, as the frozen ones alone would fill
+most of a sixth. With --steps=0 a row has no accuracy, and costs and memory are measured
+all the same; with --pairs=0 it has no times.
 
 What is measured and what is modelled is said in `experiments.schemes`.
 """
 
+import collections
 import math
 import pathlib
+import statistics
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import optax
 from absl import app, flags, logging
+from flax import nnx
 
 import poet_jax
 from experiments import schemes
@@ -42,6 +49,7 @@ SCHEMES: dict[str, tuple[Update, float]] = {
     "bias_only": (Update({**bias_only().fractions, **HEAD}), 5e-3),
     "last_blocks_1": (last_blocks(1), 1e-3),
     "last_blocks_2": (last_blocks(2), 1e-3),
+    "last_blocks_4": (last_blocks(4), 5e-4),
     "lora_8": (Update(HEAD, ranks={"blocks/**/kernel": 8}), 2e-3),
     # After PockEngine's choice for transformers: biases, attention and the first layer
     # of each feed-forward network, in later blocks; here with half of its channels.
@@ -109,6 +117,7 @@ def measure(key: dict[str, Any], update: Update) -> dict[str, Any]:
     full_bytes = schemes.full_keep_all_bytes(
         model, example, optimizer, PLAN_CACHE.value
     )
+    store = poet_jax.FileStore()
     step = poet_jax.train_step(
         model,
         schemes.budget_bytes(key["budget"], full_bytes),
@@ -116,8 +125,13 @@ def measure(key: dict[str, Any], update: Update) -> dict[str, Any]:
         optimizer=optimizer,
         update=update,
         planner=poet_jax.MilpPlanner(time_limit_seconds=TIME_LIMIT.value),
+        executor=poet_jax.HostExecutor(store),
         plan_cache=PLAN_CACHE.value,
     )
+    if key["budget"] != "all":
+        step.beneath(example)  # makes the optimizer's state
+        for module in (step.model, step.optimizer):
+            nnx.update(module, poet_jax.to_storage(nnx.state(module), store))
     row = key | {"full_keep_all_bytes": full_bytes}
     row |= schemes.planned(step, example)
     if "planned_bytes" not in row:
@@ -127,7 +141,10 @@ def measure(key: dict[str, Any], update: Update) -> dict[str, Any]:
         losses.append(float(step(batch)))
         logging.log_every_n(logging.INFO, "loss %.3f", 10, losses[-1])
     if losses:
+        kept = jax.tree.map(lambda leaf: leaf, nnx.state(step.model))
+        nnx.update(step.model, jax.tree.map(jnp.asarray, kept))
         row |= schemes.outcome(losses, step.merged(), task.held_out)
+        nnx.update(step.model, kept)
     else:
         step(example)  # compiles
     plain = schemes.plain_step(
@@ -137,31 +154,39 @@ def measure(key: dict[str, Any], update: Update) -> dict[str, Any]:
 
 
 def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
-    """Accuracy against measured memory and against step time, a mark for each row."""
+    """Accuracy, the mean of all seeds, against measured memory and against step time, a
+    mark for each scheme and budget."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     memory_axis, time_axis = figure.subplots(1, 2, sharey=True)
     # Okabe and Ito's colours, which are told apart without red or green.
-    colours = "#000000 #E69F00 #56B4E9 #009E73 #0072B2 #D55E00 #CC79A7".split()
+    colours = "#000000 #E69F00 #56B4E9 #009E73 #F0E442 #0072B2 #D55E00 #CC79A7".split()
     names = [*SCHEMES, "searched"]
-    for name, colour, marker in zip(names, colours, "osv^DPX", strict=True):
-        for row in rows:
-            if row["update"] != name or not (row["accuracy"] and row["ratio"]):
-                continue
-            style = {"color": colour, "marker": marker, "elinewidth": 0.8}
-            label = f"{name}, {row['budget']}"
-            share, held_out = float(row["accuracy"]), int(row["held_out"])
-            # A standard error: of how the held-out passages were drawn, not of seeds.
-            error = 100 * math.sqrt(share * (1 - share) / held_out)
-            for axis, x in (
-                (memory_axis, int(row["peak_bytes"]) / 2**20),
-                (time_axis, float(row["ratio"])),
-            ):
-                axis.errorbar(x, 100 * share, error, label=label, **style)
-            kept = int(row["keep_all_bytes"]) / 2**20
-            hollow = {"color": colour, "marker": marker, "fillstyle": "none"}
-            memory_axis.plot(kept, 100 * share, **hollow)
+    marks = dict(zip(names, zip(colours, "osv^<DPX", strict=True), strict=True))
+    accuracies = collections.defaultdict(list)
+    for row in rows:
+        if row["accuracy"] and row["update"] in marks:
+            accuracies[row["update"], row["budget"]].append(float(row["accuracy"]))
+    for row in rows:
+        name = row["update"]
+        if name not in marks or not row["ratio"]:
+            continue
+        colour, marker = marks[name]
+        style = {"color": colour, "marker": marker, "elinewidth": 0.8}
+        share = statistics.mean(accuracies[name, row["budget"]])
+        # A standard error: of how the held-out passages were drawn, not of seeds.
+        error = 100 * math.sqrt(share * (1 - share) / int(row["held_out"]))
+        for axis, x in (
+            (memory_axis, int(row["peak_bytes"]) / 2**20),
+            (time_axis, float(row["ratio"])),
+        ):
+            axis.errorbar(
+                x, 100 * share, error, label=f"{name}, {row['budget']}", **style
+            )
+        kept = int(row["keep_all_bytes"]) / 2**20
+        hollow = {"color": colour, "marker": marker, "fillstyle": "none"}
+        memory_axis.plot(kept, 100 * share, **hollow)
     full_bytes = max(int(row["full_keep_all_bytes"]) for row in rows)
     memory_axis.axvline(full_bytes / 6 / 2**20, color="#999999", linewidth=0.8)
     memory_axis.set_xlabel(
