@@ -27,8 +27,6 @@ import pathlib
 import statistics
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import optax
 from absl import app, flags, logging
 from flax import nnx
@@ -141,10 +139,7 @@ def measure(key: dict[str, Any], update: Update) -> dict[str, Any]:
         losses.append(float(step(batch)))
         logging.log_every_n(logging.INFO, "loss %.3f", 10, losses[-1])
     if losses:
-        kept = jax.tree.map(lambda leaf: leaf, nnx.state(step.model))
-        nnx.update(step.model, jax.tree.map(jnp.asarray, kept))
         row |= schemes.outcome(losses, step.merged(), task.held_out)
-        nnx.update(step.model, kept)
     else:
         step(example)  # compiles
     plain = schemes.plain_step(

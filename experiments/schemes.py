@@ -127,8 +127,11 @@ def plain_step(
 def trained_parameters(step: Any) -> int:
     """How many numbers an nnx step trains."""
     params = nnx.as_pure(nnx.state(step.model, nnx.Param))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
     part = getattr(step.optimizer, "part", None)
-    trainable = params if part is None else nnx.as_pure(part).split(params)
+    trainable = shapes
+    if part is not None:
+        trainable = jax.eval_shape(nnx.as_pure(part).split, shapes)
     return sum(x.size for x in jax.tree.leaves(trainable))
 
 

@@ -9,6 +9,7 @@ from flax import nnx
 
 from poet_jax.effects import Effects
 from poet_jax.executors.host import Run
+from poet_jax.paged import in_ram
 from poet_jax.part import EVERYTHING, Part
 from poet_jax.plan import BudgetLike
 from poet_jax.training import (
@@ -214,12 +215,12 @@ class TrainStep:
         return loss if aux is None else (loss, aux)
 
     def merged(self) -> nnx.Module:
-        """A copy of the model with adapters added to their kernels, to evaluate or
-        save."""
+        """A copy of the model in RAM with adapters added to their kernels, to evaluate
+        or save."""
         graphdef, params, rest = nnx.split(self.model, nnx.Param, ...)
         part = getattr(self.optimizer, "part", EVERYTHING)
         params = nnx.as_pure(part).merged(nnx.as_pure(params))
-        return nnx.merge(graphdef, params, rest, copy=True)
+        return nnx.merge(graphdef, params, in_ram(rest), copy=True)
 
     def plan(self, batch: Any) -> Schedule:
         """The schedule for batches like `batch`, arrays or shapes; runs nothing."""

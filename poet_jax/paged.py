@@ -8,6 +8,8 @@ import weakref
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from poet_jax.errors import PageStoreError
@@ -142,6 +144,15 @@ class PagedArray:
     def __repr__(self) -> str:
         gone = ", deleted" if self.is_deleted() else ""
         return f"PagedArray({self.dtype}{list(self.shape)}{gone})"
+
+
+def in_ram(tree: Any) -> Any:
+    """`tree` with ordinary arrays instead of `PagedArray`s."""
+
+    def read(leaf: Any) -> Any:
+        return jnp.asarray(leaf) if isinstance(leaf, PagedArray) else leaf
+
+    return jax.tree.map(read, tree)
 
 
 def _delete(store: PageStore, keys: set[Any]) -> None:

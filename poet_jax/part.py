@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from poet_jax.paged import in_ram
 from poet_jax.trace import path_name
 
 
@@ -95,8 +96,10 @@ class Part:
         return kept, dataclasses.replace(self, adapters=adapters)
 
     def merged(self, params: Any) -> Any:
-        """`params` with the adapters added to their kernels, to evaluate or to save."""
-        return self.merge(self.split(params), params)
+        """`params` in RAM, with the adapters added to their kernels, to evaluate or to
+        save."""
+        part, params = in_ram((self, params))
+        return part.merge(part.split(params), params)
 
     def _put(self, trainable: Any, params: Any, adapt: Callable) -> Any:
         if self.trained is None:

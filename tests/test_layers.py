@@ -13,7 +13,8 @@ LAYERS = """
     planners planners.judge planners.keep_all planners.sqrt planners.greedy
     planners.repair planners.worker planners.solver planners.objective
     planners.choice planners.cuts
-    planners.formulation planners.milp planners.paper executors executors.buffers
+    planners.rounds planners.formulation planners.milp planners.paper
+    executors executors.buffers
     executors.host executors.whole explain effects reasons timeline matrices figures dot
     perfetto report stream rewrite narrow associate fold state
     pareto cache transform training part blocks update.scheme update.search update

@@ -238,9 +238,10 @@ def floor_bytes(graph: Graph, costs: Costs) -> int:
     """No plan needs less: pinned values and what each node reads, writes and works
     in."""
     nbytes = costs.nbytes
+    pinned = sum(int(nbytes[v]) for v in graph.pinned)
 
     def total(values: Iterable[int]) -> int:
-        return sum(int(nbytes[v]) for v in set(values) | graph.pinned)
+        return pinned + sum(int(nbytes[v]) for v in set(values) - graph.pinned)
 
     nodes: Sequence[int] = [
         total((*node.reads, *node.writes)) + int(costs.workspace_bytes[number])

@@ -1,22 +1,19 @@
 """The sparse MILP: keep, rematerialise or page every value at the least cost.
 
-Small graphs are solved exactly by `Formulation`, larger ones by rounds of `Cuts`; every
+Small graphs are solved exactly by `Formulation`, larger ones by `Rounds`; every
 plan on the way is repaired, prefetched and judged by the simulator.
 """
 
 import dataclasses
 import fnmatch
 import logging
-import math
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from poet_jax import progress
 from poet_jax.errors import BudgetTooSmall
 from poet_jax.graph import Graph
 from poet_jax.plan import Budget, Plan, Status
-from poet_jax.planners.cuts import Cuts, crests
 from poet_jax.planners.formulation import Formulation
 from poet_jax.planners.greedy import evict
 from poet_jax.planners.judge import (
@@ -32,29 +29,19 @@ from poet_jax.planners.judge import (
     prefetch,
 )
 from poet_jax.planners.repair import evictions, refill
+from poet_jax.planners.rounds import Rounds
 from poet_jax.planners.solver import check_solver
 from poet_jax.price import Costs
 from poet_jax.units import format_count, format_joules, format_seconds
 
 logger = logging.getLogger("poet_jax")
 
-# Up to this many nodes `Formulation` is solved; beyond, `Cuts`.
+# Up to this many nodes `Formulation` is solved; beyond, `Rounds`.
 EXACT_NODES = 32
 
-# A program of `Cuts` with more binaries gets a horizon, of so many nodes.
-LARGE = 6000
-HORIZON = 40
-
-# Beyond so many nodes heuristics take longer than `Cuts`, and are asked only if that
+# Beyond so many nodes heuristics take longer than `Rounds`, and are asked only if that
 # finds no plan, and for all means together.
 MANY_NODES = 300
-
-# So often what nodes that run again exceed is left free at the cuts where they do,
-# before as much is left free at all.
-RESERVING_ROUNDS = 8
-
-# Relative gap at which the solver leaves a round for the smallest budget.
-SMALLEST_GAP = 3e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,122 +288,18 @@ class _Search:
             judged = refill(*parts, judged, objective)
         self.consider(prefetch(self.graph, self.costs, judged, self.budget))
 
-    def rounds(self, budget: Budget | None) -> Iterator[tuple[float, Judged | None]]:
-        """(lower bound, plan or None) of `Cuts` with more and more cuts.
-
-        They end when a plan fits, or when more cuts do not help.
-        """
-        graph, costs = self.graph, self.costs
-        baseline = crests(graph, keep_everything(graph, costs))
-        cuts = {baseline.index(max(baseline))}
-        reserve_bytes, failing, fitting, horizon = 0, 0, None, None
-        reserves: Counter[tuple[int, int]] = Counter()
-        tries = 0
-        deadline = (budget and budget.seconds) or 0.0
-        asked = budget  # with an earlier deadline once plans wait for storage
-        gap = SMALLEST_GAP if budget is None else self.planner.gap / 2
-        share = max(5.0, self.planner.time_limit_seconds / 6)
-        self.statistics["rounds"] = 0
-        while self.seconds_left() > 1.0:
-            program = Cuts(
-                graph,
-                costs,
-                asked,
-                self.planner,
-                cuts,
-                reserve_bytes,
-                horizon,
-                reserves=reserves,
-            )
-            size = program.statistics["binaries"]
-            if budget and len(cuts) > 1 and not horizon and size > LARGE:
-                horizon, reserve_bytes = HORIZON, budget.memory_bytes // 40
-                continue
-            self.statistics |= program.statistics
-            self.statistics["rounds"] += 1
-            seconds, begin = min(share, self.seconds_left()), time.monotonic()
-            judged, bound = program.solve(seconds, gap, self.start())
-            stopped = time.monotonic() - begin > 0.9 * seconds
-            is_bound = not (reserve_bytes or reserves or horizon or asked is not budget)
-            yield bound if is_bound else 0.0, judged
-            reserving = reserve_bytes or reserves
-            if judged is None and reserving and tries < RESERVING_ROUNDS:
-                tries += 1  # so much left free leaves no plan
-                reserve_bytes //= 2
-                reserves = Counter({key: n // 2 for key, n in reserves.items()})
-                continue
-            if judged is None:
-                return
-            limit = round(bound) if budget is None else budget.memory_bytes
-            over = judged.usage.peak_bytes - limit
-            new = self.worst_stages(judged, limit) - cuts
-            may_grow = not horizon or size < 1.3 * LARGE
-            if over > 0 and new and may_grow:
-                cuts |= new
-                if horizon and fitting is None:
-                    reserve_bytes += over // 2
-                continue
-            if budget is None:
-                return
-            if over <= 0 and (late := self.late_seconds(judged)) > 0:
-                least = float(costs.seconds.sum())
-                deadline = max(deadline - late, (deadline + least) / 2)
-                if deadline < least * (1 + self.planner.gap):
-                    return
-                asked = dataclasses.replace(budget, seconds=deadline)
-                reserve_bytes += limit // 50  # room for pages on their way in
-                continue
-            if over <= 0:
-                fitting = reserve_bytes
-            else:  # what exceeds the budget lies between the cuts
-                failing = reserve_bytes
-            if fitting is None and may_grow and tries < RESERVING_ROUNDS:
-                tries += 1
-                worst = crests(graph, judged)
-                for stage in self.worst_stages(judged, limit, 1.0):
-                    live, again = worst[stage]
-                    cuts.add(stage)
-                    reserves[stage, again] += live - limit
-            elif fitting is None:
-                reserve_bytes += over + limit // 100
-            elif fitting - failing > limit // 200:
-                reserve_bytes = (fitting + failing) // 2
-            elif stopped and math.isfinite(share):  # it has all the time that is left
-                reserve_bytes, share = fitting, math.inf
-            else:
-                return
-
-    def late_seconds(self, judged: Judged) -> float:
-        """By how much a plan with prefetching misses the deadline; 0 if it does not."""
-        deadline = self.budget.seconds
-        if deadline is None:
-            return 0.0
-        timely = prefetch(self.graph, self.costs, judged, self.budget)
-        return max(0.0, timely.usage.seconds - deadline)
+    def rounds(self, budget: Budget | None) -> Rounds:
+        rounds = Rounds(
+            self.graph, self.costs, budget, self.planner, self.seconds_left, self.start
+        )
+        self.statistics = rounds.statistics
+        return rounds
 
     def start(self) -> Judged | None:
         """The best plan, if it is good: a bad one leads the solver astray."""
         if self.best is None or self.value(self.best) > 1.02 * self.bound:
             return None
         return self.best
-
-    def worst_stages(
-        self, judged: Judged, limit: int, between: float = 1.1
-    ) -> set[int]:
-        """The stages, some apart, whose base nodes exceed `limit` the most: two, or a
-        few in a large graph.
-
-        Where nodes that run again exceed it `between` times, their stages count, too.
-        """
-        found: list[int] = []
-        worst = crests(self.graph, judged)
-        for stage in sorted(range(len(worst)), key=lambda stage: -worst[stage][0]):
-            live, node = worst[stage]
-            over = live > limit if node == stage else live > between * limit
-            apart = all(abs(stage - other) > len(worst) // 40 for other in found)
-            if over and apart:
-                found.append(stage)
-        return set(found[: 2 + len(worst) // 300])
 
     def raise_bound(self, bound: float) -> None:
         self.bound = max(self.bound, bound)

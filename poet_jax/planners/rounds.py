@@ -1,0 +1,209 @@
+"""Programs of cuts, round after round: the plan of each says what to ask for next."""
+
+import dataclasses
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from poet_jax.graph import Graph
+from poet_jax.plan import Budget
+from poet_jax.planners.cuts import Cuts, crests
+from poet_jax.planners.judge import Judged, keep_everything, prefetch
+from poet_jax.price import Costs
+
+# A program with more binaries gets a horizon, of so many nodes.
+LARGE = 6000
+HORIZON = 40
+
+# So often what nodes that run again exceed is left free at the cuts where they do,
+# before as much is left free at all.
+RESERVING_ROUNDS = 8
+
+# Relative gap at which the solver leaves a round for the smallest budget.
+SMALLEST_GAP = 3e-4
+
+
+class Rounds:
+    """(lower bound, plan or None) of `Cuts` with more and more cuts.
+
+    They end when a plan fits and little is left to gain, when more cuts do not help, or
+    when no time is left.
+
+    Args:
+      budget: None for the smallest memory, in bytes.
+      planner: a MilpPlanner.
+      seconds_left: for all rounds.
+      start: a good plan to start from, or None.
+
+    Attributes:
+      statistics: of the last program, with the number of rounds.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        costs: Costs,
+        budget: Budget | None,
+        planner: Any,
+        seconds_left: Callable[[], float],
+        start: Callable[[], Judged | None],
+    ):
+        self.graph, self.costs, self.budget = graph, costs, budget
+        self.planner, self.seconds_left, self.start = planner, seconds_left, start
+        baseline = crests(graph, keep_everything(graph, costs))
+        self.cuts = {baseline.index(max(baseline))}
+        self.asked = budget  # with an earlier deadline once plans wait for storage
+        self.horizon: int | None = None
+        self.reserve_bytes = 0  # left free at every cut
+        self.failing_bytes, self.fitting_bytes = 0, None  # reserves of earlier rounds
+        self.reserves: Counter[tuple[int, int]] = Counter()  # see `Cuts`
+        self.tries = RESERVING_ROUNDS
+        self.share = max(5.0, planner.time_limit_seconds / 6)  # seconds of a round
+        self.gap = SMALLEST_GAP if budget is None else planner.gap / 2
+        self.statistics = {"rounds": 0}
+
+    def __iter__(self) -> Iterator[tuple[float, Judged | None]]:
+        while self.seconds_left() > 1.0:
+            program = self.program()
+            seconds, begin = min(self.share, self.seconds_left()), time.monotonic()
+            judged, bound = program.solve(seconds, self.gap, self.start())
+            stopped = time.monotonic() - begin > 0.9 * seconds
+            yield bound if self.is_relaxation() else 0.0, judged
+            if not self.adapt(judged, bound, stopped):
+                return
+
+    def program(self) -> Cuts:
+        """The next program, with a horizon from when it is large."""
+        program = Cuts(
+            self.graph,
+            self.costs,
+            self.asked,
+            self.planner,
+            self.cuts,
+            self.reserve_bytes,
+            self.horizon,
+            reserves=self.reserves,
+        )
+        many = len(self.cuts) > 1 and program.statistics["binaries"] > LARGE
+        if self.budget and many and not self.horizon:
+            self.horizon = HORIZON
+            self.reserve_bytes = self.budget.memory_bytes // 40
+            return self.program()
+        self.statistics |= program.statistics
+        self.statistics["rounds"] += 1
+        return program
+
+    def is_relaxation(self) -> bool:
+        """Whether a lower bound of the next program is one for all plans."""
+        reserving = self.reserve_bytes or self.reserves
+        return not (reserving or self.horizon) and self.asked is self.budget
+
+    def may_grow(self) -> bool:
+        return not self.horizon or self.statistics["binaries"] < 1.3 * LARGE
+
+    def adapt(self, judged: Judged | None, bound: float, stopped: bool) -> bool:
+        """Ask for what the plan of a solution lacked; False if nothing would help.
+
+        Args:
+          bound: of the program.
+          stopped: whether the solver ran out of the round's time.
+        """
+        if judged is None:
+            return self.reserve_less()
+        limit = round(bound) if self.budget is None else self.budget.memory_bytes
+        over = judged.usage.peak_bytes - limit
+        if over > 0 and self.may_grow():
+            new = worst_stages(self.graph, judged, limit) - self.cuts
+            if new:
+                self.cuts |= new
+                if self.horizon and self.fitting_bytes is None:
+                    self.reserve_bytes += over // 2
+                return True
+        if self.budget is None:
+            return False
+        if over > 0:
+            self.failing_bytes = self.reserve_bytes
+            if self.fitting_bytes is None:
+                self.reserve_more(judged, over)
+                return True
+        elif (late := self.late_seconds(judged)) > 0:
+            return self.hurry(late)
+        else:
+            self.fitting_bytes = self.reserve_bytes
+        return self.narrow(stopped)
+
+    def reserve_less(self) -> bool:
+        """Half of what is left free, as it leaves no plan."""
+        if not (self.reserve_bytes or self.reserves) or not self.tries:
+            return False
+        self.tries -= 1
+        self.reserve_bytes //= 2
+        self.reserves = Counter({key: n // 2 for key, n in self.reserves.items()})
+        return True
+
+    def reserve_more(self, judged: Judged, over: int) -> None:
+        """Leave room for what exceeds the budget between the cuts."""
+        assert self.budget is not None
+        limit = self.budget.memory_bytes
+        if not (self.tries and self.may_grow()):
+            self.reserve_bytes += over + limit // 100
+            return
+        self.tries -= 1
+        worst = crests(self.graph, judged)
+        for stage in worst_stages(self.graph, judged, limit, 1.0):
+            live, again = worst[stage]
+            self.cuts.add(stage)
+            self.reserves[stage, again] += live - limit
+
+    def narrow(self, stopped: bool) -> bool:
+        """The reserve between one that is enough and one that is not; at last a round
+        with all the time that is left, if time ended the last one."""
+        assert self.budget is not None and self.fitting_bytes is not None
+        if self.fitting_bytes - self.failing_bytes > self.budget.memory_bytes // 200:
+            self.reserve_bytes = (self.fitting_bytes + self.failing_bytes) // 2
+            return True
+        if stopped and math.isfinite(self.share):
+            self.reserve_bytes, self.share = self.fitting_bytes, math.inf
+            return True
+        return False
+
+    def late_seconds(self, judged: Judged) -> float:
+        """By how much a plan with prefetching misses the deadline; 0 if it does not."""
+        assert self.budget is not None
+        if self.budget.seconds is None:
+            return 0.0
+        timely = prefetch(self.graph, self.costs, judged, self.budget)
+        return max(0.0, timely.usage.seconds - self.budget.seconds)
+
+    def hurry(self, late_seconds: float) -> bool:
+        """An earlier deadline, and room for pages on their way in."""
+        assert self.budget is not None and self.asked is not None
+        least, deadline = float(self.costs.seconds.sum()), self.asked.seconds
+        assert deadline is not None
+        deadline = max(deadline - late_seconds, (deadline + least) / 2)
+        if deadline < least * (1 + self.planner.gap):
+            return False
+        self.asked = dataclasses.replace(self.budget, seconds=deadline)
+        self.reserve_bytes += self.budget.memory_bytes // 50
+        return True
+
+
+def worst_stages(
+    graph: Graph, judged: Judged, limit: int, between: float = 1.1
+) -> set[int]:
+    """The stages, some apart, whose base nodes exceed `limit` the most: two, or a few
+    in a large graph.
+
+    Where nodes that run again exceed it `between` times, their stages count, too.
+    """
+    found: list[int] = []
+    worst = crests(graph, judged)
+    for stage in sorted(range(len(worst)), key=lambda stage: -worst[stage][0]):
+        live, node = worst[stage]
+        over = live > limit if node == stage else live > between * limit
+        apart = all(abs(stage - other) > len(worst) // 40 for other in found)
+        if over and apart:
+            found.append(stage)
+    return set(found[: 2 + len(worst) // 300])
