@@ -33,6 +33,7 @@ def test_no_plan_costs_less_than_the_bound_wherever_the_cuts_are(
     allowed = planner.restrict(graph)
     program = Cuts(allowed, costs, poet_jax.Budget(budget), planner, cuts)
     judged, bound = program.solve(20.0, 1e-9, None)
+    assert judged is None or program.relaxed(20.0) <= bound * (1 + 1e-6)
     if remat and paging:
         least = brute_force(graph, costs, budget)
         assert least is None or bound <= least * (1 + 1e-6)

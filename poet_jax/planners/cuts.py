@@ -332,6 +332,11 @@ class Cuts:
         leaner = min(late, timely, key=lambda judged: judged.usage.peak_bytes)
         return leaner, solution.bound * self.unit
 
+    def relaxed(self, seconds: float) -> float:
+        """A lower bound in the objective's unit: the least in fractions, or 0 if that
+        takes longer."""
+        return self.model.optimize(seconds, relaxed=True).bound * self.unit
+
     def _start(self, judged: Judged) -> list[tuple[Any, float]]:
         """What the plan `judged` does, as values of the binaries."""
         resident, computed = set(self.graph.initial), set()

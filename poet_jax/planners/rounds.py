@@ -13,7 +13,8 @@ from poet_jax.planners.cuts import Cuts, crests
 from poet_jax.planners.judge import Judged, keep_everything, prefetch
 from poet_jax.price import Costs
 
-# A program with more binaries gets a horizon, of so many nodes.
+# A program with more binaries is solved in fractions alone, and then gets a horizon of
+# so many nodes.
 LARGE = 6000
 HORIZON = 40
 
@@ -66,39 +67,36 @@ class Rounds:
 
     def __iter__(self) -> Iterator[tuple[float, Judged | None]]:
         while self.seconds_left() > 1.0:
-            program = self.program()
+            program = Cuts(
+                self.graph,
+                self.costs,
+                self.asked,
+                self.planner,
+                self.cuts,
+                self.reserve_bytes,
+                self.horizon,
+                reserves=self.reserves,
+            )
             seconds, begin = min(self.share, self.seconds_left()), time.monotonic()
+            many = len(self.cuts) > 1 and program.statistics["binaries"] > LARGE
+            if self.budget and many and not self.horizon:
+                yield self.proven(program.relaxed(seconds / 2)), None
+                self.horizon = HORIZON
+                self.reserve_bytes = self.budget.memory_bytes // 40
+                continue
+            self.statistics |= program.statistics
+            self.statistics["rounds"] += 1
             judged, bound = program.solve(seconds, self.gap, self.start())
             stopped = time.monotonic() - begin > 0.9 * seconds
-            yield bound if self.is_relaxation() else 0.0, judged
+            yield self.proven(bound), judged
             if not self.adapt(judged, bound, stopped):
                 return
 
-    def program(self) -> Cuts:
-        """The next program, with a horizon from when it is large."""
-        program = Cuts(
-            self.graph,
-            self.costs,
-            self.asked,
-            self.planner,
-            self.cuts,
-            self.reserve_bytes,
-            self.horizon,
-            reserves=self.reserves,
-        )
-        many = len(self.cuts) > 1 and program.statistics["binaries"] > LARGE
-        if self.budget and many and not self.horizon:
-            self.horizon = HORIZON
-            self.reserve_bytes = self.budget.memory_bytes // 40
-            return self.program()
-        self.statistics |= program.statistics
-        self.statistics["rounds"] += 1
-        return program
-
-    def is_relaxation(self) -> bool:
-        """Whether a lower bound of the next program is one for all plans."""
+    def proven(self, bound: float) -> float:
+        """The bound of the last program, 0 if it is none for all plans."""
         reserving = self.reserve_bytes or self.reserves
-        return not (reserving or self.horizon) and self.asked is self.budget
+        narrowed = reserving or self.horizon or self.asked is not self.budget
+        return 0.0 if narrowed else bound
 
     def may_grow(self) -> bool:
         return not self.horizon or self.statistics["binaries"] < 1.3 * LARGE
@@ -151,9 +149,9 @@ class Rounds:
             self.reserve_bytes += over + limit // 100
             return
         self.tries -= 1
-        worst = crests(self.graph, judged)
+        crest = crests(self.graph, judged)
         for stage in worst_stages(self.graph, judged, limit, 1.0):
-            live, again = worst[stage]
+            live, again = crest[stage]
             self.cuts.add(stage)
             self.reserves[stage, again] += live - limit
 

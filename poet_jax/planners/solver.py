@@ -99,9 +99,14 @@ class Model:
         return self
 
     def optimize(
-        self, seconds: float, start: Iterable[tuple[Any, float]] = ()
+        self,
+        seconds: float,
+        start: Iterable[tuple[Any, float]] = (),
+        *,
+        relaxed: bool = False,
     ) -> Solution:
-        """The Solution after `seconds` or at the relative gap, `start` given."""
+        """The Solution after `seconds` or at the relative gap, `start` given; with all
+        binaries from 0 to 1 if `relaxed`."""
         terms = [row.expr for row in self.rows]
         flat = itertools.chain.from_iterable
         problem = {
@@ -110,7 +115,7 @@ class Model:
             "absolute_gap": max(self.gap * self.least, 1e-12),
             "seconds": seconds,
             "upper": self.upper,
-            "binary": self.binary,
+            "binary": [binary and not relaxed for binary in self.binary],
             "objective": [(y.idx, c) for y, c in self.objective.expr.items()],
             "constant": self.objective.const,
             "lengths": np.array([len(x) for x in terms], int),
@@ -120,7 +125,8 @@ class Model:
             "constants": [row.const for row in self.rows],
             "start": [(y.idx, value) for y, value in start],
         }
-        problem["alike"] = self._alike(problem) if self.solver == "CBC" else []
+        by_kinds = self.solver == "CBC" and not relaxed
+        problem["alike"] = self._alike(problem) if by_kinds else []
         answer = _ask(problem, seconds)
         if isinstance(answer, Exception):
             raise answer

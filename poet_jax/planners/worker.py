@@ -67,6 +67,11 @@ def solve_by_kinds(problem: dict) -> tuple:
 def bound_of(problem: dict, model: Any) -> float:
     """A lower bound after `model.optimize`."""
     bound: Any = model.objective_bound
+    if model.num_int == 0:
+        # A linear program that ends early has no bound, and HiGHS never says one.
+        optimal = model.status == mip.OptimizationStatus.OPTIMAL
+        value = model.objective_value if optimal else 0.0
+        return value - problem["gap"] * abs(value)
     bound = 0.0 if bound is None or not abs(bound) < 1e30 else bound
     if model.num_solutions and problem["solver"] == "CBC":
         # Done within the gap, it calls the value of what it found the bound.
