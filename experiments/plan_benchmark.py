@@ -59,6 +59,8 @@ CASES = {
     "bert2": flax_case("bert:layers=2,length=128", 8, "text"),
     "bert6": flax_case("bert:layers=6,length=128", 8, "text"),
     "bert12": flax_case("bert:layers=12,length=128", 8, "text"),
+    "bert24": flax_case("bert:layers=24,length=128", 8, "text"),
+    "bert48": flax_case("bert:layers=48,length=128", 8, "text"),
     "gpt12": flax_case("gpt:layers=12,length=256", 8, "text"),
     "gpt24": flax_case("gpt:layers=24,length=256", 8, "text"),
     "vgg16": flax_case("vgg16", 32, "photos"),
