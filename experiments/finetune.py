@@ -47,7 +47,7 @@ SCHEMES: dict[str, tuple[Update, float]] = {
     "bias_only": (Update({**bias_only().fractions, **HEAD}), 5e-3),
     "last_blocks_1": (last_blocks(1), 1e-3),
     "last_blocks_2": (last_blocks(2), 1e-3),
-    "last_blocks_4": (last_blocks(4), 5e-4),
+    "last_blocks_4": (last_blocks(4), 3e-4),
     "lora_8": (Update(HEAD, ranks={"blocks/**/kernel": 8}), 2e-3),
     # After PockEngine's choice for transformers: biases, attention and the first layer
     # of each feed-forward network, in later blocks; here with half of its channels.
