@@ -29,7 +29,6 @@ from typing import Any
 
 import optax
 from absl import app, flags, logging
-from flax import nnx
 
 import poet_jax
 from experiments import schemes
@@ -127,9 +126,7 @@ def measure(key: dict[str, Any], update: Update) -> dict[str, Any]:
         plan_cache=PLAN_CACHE.value,
     )
     if key["budget"] != "all":
-        step.beneath(example)  # makes the optimizer's state
-        for module in (step.model, step.optimizer):
-            nnx.update(module, poet_jax.to_storage(nnx.state(module), store))
+        schemes.move_to_storage(step, example, store)
     row = key | {"full_keep_all_bytes": full_bytes}
     row |= schemes.planned(step, example)
     if "planned_bytes" not in row:

@@ -124,6 +124,13 @@ def plain_step(
     return lambda batch: jitted(model, state, batch)
 
 
+def move_to_storage(step: Any, batch: Any, store: poet_jax.FileStore) -> None:
+    """Keep parameters and moments of an nnx step in `store`, where they are large."""
+    step.beneath(batch)  # makes the optimizer's state
+    for module in (step.model, step.optimizer):
+        nnx.update(module, poet_jax.to_storage(nnx.state(module), store))
+
+
 def trained_parameters(step: Any) -> int:
     """How many numbers an nnx step trains."""
     params = nnx.as_pure(nnx.state(step.model, nnx.Param))
