@@ -1,6 +1,7 @@
 """The program of cuts: its minimum is a bound, and its solutions become real plans."""
 
 import math
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from strategies import attempt, brute_force, budgeted_graphs, graphs, peak_bytes
 
 import poet_jax
+from poet_jax.planners import milp, rounds
 from poet_jax.planners import solver as solvers
 from poet_jax.planners.cuts import Cuts, crests
 from poet_jax.planners.judge import fits, keep_everything
@@ -45,6 +47,24 @@ def test_no_plan_costs_less_than_the_bound_wherever_the_cuts_are(
     assert remat or judged.program.recomputed == 0
     at_home = {*graph.stored, *graph.landing}
     assert paging or at_home.issuperset(judged.program.last_page_in)
+
+
+@settings(max_examples=60)
+@given(
+    case=budgeted_graphs(min_nodes=8, max_nodes=12, static_watts=(0.0,)),
+    horizon=st.booleans(),
+)
+def test_rounds_prove_no_more_than_is_true(case, horizon):
+    graph, costs, budget = case
+    exact = attempt(poet_jax.MilpPlanner("HIGHS"), graph, costs, budget)
+    with (
+        mock.patch.object(milp, "EXACT_NODES", 0),
+        mock.patch.object(rounds, "LARGE", 0 if horizon else 6000),
+        mock.patch.object(rounds, "HORIZON", 1),
+    ):
+        plan = attempt(poet_jax.MilpPlanner(), graph, costs, budget)
+    if isinstance(exact, poet_jax.Plan) and isinstance(plan, poet_jax.Plan):
+        assert plan.bound <= exact.objective * (1 + 1e-6)
 
 
 @settings(max_examples=60)
