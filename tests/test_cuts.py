@@ -49,7 +49,7 @@ def test_no_plan_costs_less_than_the_bound_wherever_the_cuts_are(
     assert paging or at_home.issuperset(judged.program.last_page_in)
 
 
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     case=budgeted_graphs(min_nodes=8, max_nodes=12, static_watts=(0.0,)),
     horizon=st.booleans(),
