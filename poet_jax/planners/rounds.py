@@ -22,9 +22,8 @@ HORIZON = 40
 # before as much is left free at all.
 RESERVING_ROUNDS = 8
 
-# Relative gaps at which the solver leaves a round: for the smallest budget, and before
-# a plan fits, as much of what a round finds is repaired afterwards.
-SMALLEST_GAP = 3e-4
+# Relative gap at which the solver leaves a round as long as plans need more cuts, and
+# for the smallest budget.
 COARSE_GAP = 3e-4
 
 
@@ -64,7 +63,7 @@ class Rounds:
         self.reserves: Counter[tuple[int, int]] = Counter()  # see `Cuts`
         self.tries = RESERVING_ROUNDS
         self.share = max(5.0, planner.time_limit_seconds / 6)  # seconds of a round
-        self.gap = SMALLEST_GAP if budget is None else max(COARSE_GAP, planner.gap / 2)
+        self.gap = max(COARSE_GAP, planner.gap / 2)
         self.statistics = {"rounds": 0}
 
     def __iter__(self) -> Iterator[tuple[float, Judged | None]]:
@@ -123,6 +122,9 @@ class Rounds:
                 return True
         if self.budget is None:
             return False
+        coarse, self.gap = self.gap, self.planner.gap / 2
+        if coarse > self.gap and not stopped:
+            return True
         if over > 0:
             self.failing_bytes = self.reserve_bytes
             if self.fitting_bytes is None:
@@ -132,9 +134,6 @@ class Rounds:
             return self.hurry(late)
         else:
             self.fitting_bytes = self.reserve_bytes
-            coarse, self.gap = self.gap, self.planner.gap / 2
-            if coarse > self.gap and not stopped:
-                return True
         return self.narrow(stopped)
 
     def reserve_less(self) -> bool:
