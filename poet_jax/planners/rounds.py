@@ -79,9 +79,11 @@ class Rounds:
                 reserves=self.reserves,
             )
             seconds, begin = min(self.share, self.seconds_left()), time.monotonic()
-            many = len(self.cuts) > 1 and program.statistics["binaries"] > LARGE
+            size = program.statistics["binaries"]
+            many = len(self.cuts) > 1 and size > LARGE
             if self.budget and many and not self.horizon:
-                yield self.proven(program.relaxed(seconds / 2)), None
+                if size <= 2 * LARGE:  # or that would take long, too
+                    yield self.proven(program.relaxed(seconds / 2)), None
                 self.horizon = HORIZON
                 self.reserve_bytes = self.budget.memory_bytes // 40
                 continue
