@@ -156,19 +156,20 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
     colours = "#000000 #E69F00 #56B4E9 #009E73 #F0E442 #0072B2 #D55E00 #CC79A7".split()
     names = [*SCHEMES, "searched"]
     marks = dict(zip(names, zip(colours, "osv^<DPX", strict=True), strict=True))
-    accuracies = collections.defaultdict(list)
+    trained = collections.defaultdict(list)
     for row in rows:
-        if row["accuracy"] and row["update"] in marks:
-            accuracies[row["update"], row["budget"]].append(float(row["accuracy"]))
+        if row["accuracy"]:
+            trained[row["update"], row["budget"]].append(row)
     for row in rows:
         name = row["update"]
-        if name not in marks or not row["ratio"]:
+        runs = trained[name, row["budget"]]
+        if not (name in marks and runs and row["ratio"]):
             continue
         colour, marker = marks[name]
         style = {"color": colour, "marker": marker, "elinewidth": 0.8}
-        share = statistics.mean(accuracies[name, row["budget"]])
+        share = statistics.mean(float(run["accuracy"]) for run in runs)
         # A standard error: of how the held-out passages were drawn, not of seeds.
-        error = 100 * math.sqrt(share * (1 - share) / int(row["held_out"]))
+        error = 100 * math.sqrt(share * (1 - share) / int(runs[0]["held_out"]))
         for axis, x in (
             (memory_axis, int(row["peak_bytes"]) / 2**20),
             (time_axis, float(row["ratio"])),
