@@ -186,7 +186,7 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
         "MiB of arrays at once, hollow: everything kept; line: 1/6 of full"
     )
     memory_axis.set_ylabel("accuracy on held-out passages (%)")
-    time_axis.set_xlim(0, 1.1)
+    time_axis.set_xlim(0, 1.25)
     time_axis.axvline(1, color="#999999", linewidth=0.8)
     time_axis.set_xlabel("step time over full fine-tuning's by jax.jit")
     time_axis.legend(frameon=False, fontsize=8, loc="lower left")

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import DEVICE
 
@@ -58,6 +58,7 @@ def convolutions(draw):
     return convolution, jnp.asarray(image), jnp.asarray(kernel)
 
 
+@settings(max_examples=25)
 @given(case=convolutions())
 def test_they_are_the_gradients_of_xla_whatever_stride_padding_and_dilation(case):
     convolution, image, kernel = case

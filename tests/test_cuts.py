@@ -19,7 +19,7 @@ by_solver = pytest.mark.parametrize("solver", ["CBC", "HIGHS"])
 
 
 @by_solver
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(
     case=budgeted_graphs(max_nodes=5, static_watts=(0.0,)),
     cuts=st.sets(st.integers(0, 4), min_size=1),

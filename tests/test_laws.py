@@ -40,7 +40,7 @@ def simulated(graph, costs, plan):
 
 
 @by_planner
-@settings(max_examples=150)
+@settings(max_examples=90)
 @given(case=budgeted_graphs())
 def test_a_plan_fits_and_costs_what_it_says(name, case):
     graph, costs, budget = case
@@ -56,7 +56,7 @@ def test_a_plan_fits_and_costs_what_it_says(name, case):
 
 
 @by_solver
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(case=budgeted_graphs(), late=st.floats(1.0, 1.5), store_bytes=st.integers(0, 20))
 def test_deadline_room_on_storage_and_time_are_kept(solver, case, late, store_bytes):
     graph, costs, memory = case
@@ -72,7 +72,7 @@ def test_deadline_room_on_storage_and_time_are_kept(solver, case, late, store_by
     assert plan.objective == pytest.approx(usage.seconds, rel=relative)
 
 
-@settings(max_examples=150)
+@settings(max_examples=90)
 @given(case=budgeted_graphs(min_nodes=5, max_nodes=8))
 def test_the_published_planner_says_what_its_plan_costs_or_is_refused(case):
     graph, costs, budget = case
@@ -88,7 +88,7 @@ def test_the_published_planner_says_what_its_plan_costs_or_is_refused(case):
 
 
 @by_solver
-@settings(max_examples=80)
+@settings(max_examples=50)
 @given(case=budgeted_graphs(), remat=st.booleans())
 def test_a_forbidden_means_is_not_used(solver, case, remat):
     graph, costs, budget = case
@@ -105,7 +105,7 @@ def test_a_forbidden_means_is_not_used(solver, case, remat):
 # Law 4.
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(case=budgeted_graphs(max_nodes=5, static_watts=(0.0,)))
 def test_optimal_is_what_brute_force_finds(case):
     graph, costs, budget = case
@@ -121,7 +121,7 @@ def test_optimal_is_what_brute_force_finds(case):
         assert plan.bound <= expected * (1 + relative)
 
 
-@settings(max_examples=150)
+@settings(max_examples=90)
 @given(case=budgeted_graphs())
 def test_no_heuristic_beats_optimal_and_the_solvers_agree(case):
     graph, costs, budget = case
@@ -147,7 +147,7 @@ def test_no_heuristic_beats_optimal_and_the_solvers_agree(case):
 
 
 @by_planner
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(case=budgeted_graphs(), more=st.integers(1, 12))
 def test_more_budget_never_costs_more(name, case, more):
     graph, costs, budget = case
@@ -161,7 +161,7 @@ def test_more_budget_never_costs_more(name, case, more):
 
 
 @by_planner
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(case=graphs())
 def test_keep_alls_peak_is_enough_for_keep_all(name, case):
     graph, costs = case
@@ -178,7 +178,7 @@ def test_keep_alls_peak_is_enough_for_keep_all(name, case):
 
 
 @by_planner
-@settings(max_examples=150)
+@settings(max_examples=90)
 @given(case=graphs())
 def test_the_smallest_budget_works_and_one_byte_less_does_not(name, case):
     graph, costs = case
@@ -196,7 +196,7 @@ def test_the_smallest_budget_works_and_one_byte_less_does_not(name, case):
 
 
 @by_solver
-@settings(max_examples=150)
+@settings(max_examples=90)
 @given(case=graphs(max_nodes=5, static_watts=(0.0,)))
 def test_what_is_called_exact_is_so_by_brute_force(solver, case):
     graph, costs = case
@@ -214,7 +214,7 @@ def test_what_is_called_exact_is_so_by_brute_force(solver, case):
 
 
 @by_planner
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(case=budgeted_graphs())
 def test_plans_survive_json(name, case):
     graph, costs, budget = case
@@ -225,7 +225,7 @@ def test_plans_survive_json(name, case):
 
 
 @by_solver
-@settings(max_examples=40)
+@settings(max_examples=30)
 @given(case=budgeted_graphs())
 def test_the_same_inputs_give_the_same_plan(solver, case):
     graph, costs, budget = case
