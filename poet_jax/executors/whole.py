@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from poet_jax.compile import compile_nodes
 from poet_jax.executors.host import Run
@@ -99,7 +100,9 @@ class WholeStep:
         if self._place is None:
             jax.block_until_ready(result)
         else:
-            self._awaited = functools.reduce(operator.getitem, self._place, result)
+            small: Any = functools.reduce(operator.getitem, self._place, result)
+            if not isinstance(small, Tracer):  # inside another function's trace
+                self._awaited = small
         return result
 
     @property
