@@ -2,12 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from poet_jax.errors import PlanInvalid
 from poet_jax.graph import Graph
-from poet_jax.plan import Action, Compute, Free, PageIn, PageOut, Plan, Status
+from poet_jax.plan import Action, Compute, Free, PageIn, PageOut, Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,14 +143,19 @@ def _tuples(data: Any) -> Any:
 
 
 def lower(graph: Graph, plan: Plan) -> Program:
+    """The program of a plan, with every `Free`. Raises PlanInvalid; see
+    `lower_actions`."""
+    return lower_actions(graph, plan.actions)
+
+
+def lower_actions(graph: Graph, actions: Sequence[Action]) -> Program:
     """Insert every `Free`: right after the last read before a value is dropped, or
-    where the plan has it.
+    where the actions have it.
 
     A value is dropped where it is produced again or paged in again, and at the end of
     the step unless it is an output. Raises PlanInvalid if an action needs a value that
     is not in RAM, pages in what was not written out, or writes a value out twice.
     """
-    actions = plan.actions
     _check(graph, actions)
     free_after: list[list[int]] = [[] for _ in range(len(actions) + 1)]
     last_use = {v: 0 for v in graph.initial}  # position after which it may go
@@ -194,11 +199,10 @@ def moving(instructions: Iterable[Instruction]) -> tuple[Action, ...]:
 
 def free_soon(program: Program) -> Program:
     """`program` with every `Free` right after the last read before it."""
-    actions = moving(program.instructions)
-    return lower(program.graph, Plan(actions, Status.HEURISTIC, 0.0, 0.0, ""))
+    return lower_actions(program.graph, moving(program.instructions))
 
 
-def _check(graph: Graph, actions: tuple[Action, ...]) -> None:
+def _check(graph: Graph, actions: Sequence[Action]) -> None:
     present = set(graph.initial)
     stored = set(graph.stored)
     done: set[int] = set()

@@ -10,8 +10,8 @@ from poet_jax.coarsen import coarsen
 from poet_jax.executors.host import HostExecutor
 from poet_jax.order import order
 from poet_jax.paged import SMALL_BYTES, PagedArray, land
-from poet_jax.plan import Plan, Stages, Status
-from poet_jax.program import lower
+from poet_jax.plan import Stages
+from poet_jax.program import lower_actions
 from poet_jax.store import PageStore
 from poet_jax.trace import trace
 
@@ -27,8 +27,7 @@ def init_paged(
     PageStoreError if the store is full.
     """
     graph = land(order(coarsen(trace(init_fn, *args))), min_bytes)
-    actions = Stages.empty(graph).actions(graph)
-    program = lower(graph, Plan(actions, Status.HEURISTIC, 0.0, 0.0, "init_paged"))
+    program = lower_actions(graph, Stages.empty(graph).actions(graph))
     return HostExecutor(store, fuse=False)(program)(*args)
 
 

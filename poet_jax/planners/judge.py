@@ -20,7 +20,7 @@ from poet_jax.plan import (
 )
 from poet_jax.postpone import postpone
 from poet_jax.price import Costs
-from poet_jax.program import Instruction, Program, lower, moving
+from poet_jax.program import Instruction, Program, lower_actions, moving
 from poet_jax.simulate import Usage, alive_at_peak, simulate
 from poet_jax.units import format_bytes
 
@@ -89,7 +89,7 @@ class Judged:
 def judge(graph: Graph, costs: Costs, actions: Iterable[Action]) -> Judged:
     """Lower and simulate `actions`."""
     actions = tuple(actions)
-    program = lower(graph, Plan(actions, Status.HEURISTIC, 0.0, 0.0, ""))
+    program = lower_actions(graph, actions)
     return Judged(actions, program, simulate(program, costs))
 
 
