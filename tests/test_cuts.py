@@ -12,8 +12,9 @@ from strategies import attempt, brute_force, budgeted_graphs, graphs, peak_bytes
 import poet_jax
 from poet_jax.planners import milp, rounds
 from poet_jax.planners import solver as solvers
-from poet_jax.planners.cuts import Cuts, crests
+from poet_jax.planners.cuts import Cuts
 from poet_jax.planners.judge import fits, keep_everything
+from poet_jax.planners.lift import crests, solve
 
 by_solver = pytest.mark.parametrize("solver", ["CBC", "HIGHS"])
 
@@ -34,7 +35,7 @@ def test_no_plan_costs_less_than_the_bound_wherever_the_cuts_are(
     planner = poet_jax.MilpPlanner(solver, remat=remat, paging=paging)
     allowed = planner.restrict(graph)
     program = Cuts(allowed, costs, poet_jax.Budget(budget), planner, cuts)
-    judged, bound = program.solve(20.0, 1e-9, None)
+    judged, bound = solve(program, 20.0, 1e-9, None)
     assert judged is None or program.relaxed(20.0) <= bound * (1 + 1e-6)
     if remat and paging:
         least = brute_force(graph, costs, budget)
@@ -84,7 +85,7 @@ def test_what_the_exact_program_finds_is_no_cheaper_and_possible_here(
     cuts = {cut for cut in cuts if cut < len(graph.nodes)} or {0}
     allowed = planner.restrict(graph)
     program = Cuts(allowed, costs, poet_jax.Budget(budget), planner, cuts)
-    judged, bound = program.solve(20.0, 1e-9, None)
+    judged, bound = solve(program, 20.0, 1e-9, None)
     assert judged is not None
     assert bound <= plan.objective * (1 + 1e-6)
 
@@ -96,7 +97,8 @@ def test_no_plan_needs_less_memory_than_the_least_at_a_cut(solver, case, cut):
     graph, costs = case
     cut = min(cut, len(graph.nodes) - 1)
     planner = poet_jax.MilpPlanner(solver)
-    judged, bound = Cuts(graph, costs, None, planner, {cut}).solve(20.0, 1e-9, None)
+    program = Cuts(graph, costs, None, planner, {cut})
+    judged, bound = solve(program, 20.0, 1e-9, None)
     assert judged is not None
     peak = peak_bytes(graph, costs)
     below = math.ceil(bound * (1 - 1e-6)) - 1

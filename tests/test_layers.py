@@ -12,7 +12,7 @@ LAYERS = """
     program simulate postpone fuse
     planners planners.judge planners.keep_all planners.sqrt planners.greedy
     planners.repair planners.worker planners.solver planners.objective
-    planners.choice planners.cuts
+    planners.choice planners.cuts planners.lift
     planners.rounds planners.formulation planners.milp planners.paper
     executors executors.buffers
     executors.host executors.whole explain effects reasons timeline matrices figures dot

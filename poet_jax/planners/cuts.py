@@ -19,9 +19,8 @@ from types import MappingProxyType
 from typing import Any
 
 from poet_jax.graph import Graph
-from poet_jax.plan import Budget, Compute, Free, PageIn, Stages
+from poet_jax.plan import Budget
 from poet_jax.planners.choice import Choice, Chosen
-from poet_jax.planners.judge import Judged, judge
 from poet_jax.planners.objective import minimise
 from poet_jax.planners.solver import Model, xsum
 from poet_jax.price import Costs
@@ -319,146 +318,7 @@ class Cuts:
             room_bytes = self.budget.store_bytes - self.graph.stored_bytes
             self.model += total <= room_bytes / unit
 
-    def solve(self, seconds: float, gap: float, start: Judged | None):
-        """(plan or None, a lower bound in the objective's unit)."""
-        self.model.gap = gap
-        known = [] if start is None else self._start(start)
-        solution = self.model.optimize(seconds, known)
-        if solution.values is None:
-            return None, solution.bound * self.unit
-        chosen = solution.values > 0.5
-        late = _Lift(self, chosen).judged()
-        timely = _Lift(self, chosen, crests(self.graph, late)).judged()
-        leaner = min(late, timely, key=lambda judged: judged.usage.peak_bytes)
-        return leaner, solution.bound * self.unit
-
     def relaxed(self, seconds: float) -> float:
         """A lower bound in the objective's unit: the least in fractions, or 0 if that
         takes longer."""
         return self.model.optimize(seconds, relaxed=True).bound * self.unit
-
-    def _start(self, judged: Judged) -> list[tuple[Any, float]]:
-        """What the plan `judged` does, as values of the binaries."""
-        resident, computed = set(self.graph.initial), set()
-        true: set[tuple[str, int, int]] = set()
-        for instruction in judged.program.instructions:
-            segment = self.segment(len(computed))
-            match instruction:
-                case Compute(number):
-                    resident.update(self.graph.nodes[number].writes)
-                    if number in computed:
-                        true.add(("r", number, segment))
-                    elif number in self.nodes:
-                        cut = self.nodes.index(number) + 1
-                        true.update(("x", v, cut) for v in resident)
-                    computed.add(number)
-                case PageIn(value):
-                    true.add(("in", value, segment))
-                    resident.add(value)
-                case Free(value):
-                    resident.discard(value)
-        values: dict[Any, float] = {}
-        for kind, variables in (("x", self.x), ("r", self.r), ("in", self.page_in)):
-            for key, y in variables.items():  # one variable may stand for many cuts
-                on = (kind, *key) in true
-                values[y] = min(values.get(y, 1.0), float(on))
-        return list(values.items())
-
-
-def crests(graph: Graph, judged: Judged) -> list[tuple[int, int]]:
-    """[N] (most bytes in RAM, node that runs then) of each base stage."""
-    worst, stage = [(0, -1)] * len(graph.nodes), 0
-    for instruction, live in zip(
-        judged.program.instructions, judged.usage.live_bytes, strict=True
-    ):
-        if isinstance(instruction, Compute) and stage < len(worst):
-            worst[stage] = max(worst[stage], (int(live), instruction.node))
-            stage += instruction.node == stage
-    return worst
-
-
-class _Lift:
-    """A plan that does what a solution says, each thing when it is needed.
-
-    What a segment makes for later ones is made once all that it is made from has no
-    other use, or earlier, in the stage where the crests of the plan `late` are lowest.
-    """
-
-    def __init__(
-        self, cuts: Cuts, chosen: Any, late: list[tuple[int, int]] | None = None
-    ):
-        self.late = late
-        self.cuts, self.graph, self.chosen = cuts, cuts.graph, chosen
-        self.stages = Stages.empty(cuts.graph)
-        self.present = set(cuts.graph.initial)
-        self.since = dict.fromkeys(self.present, 0)  # stage
-        self.last_use: dict[int, int] = {}  # stage
-        self.paged: set[int] = set()  # loaded early by the solution, here when needed
-        for stage in range(len(self.graph.nodes) + 1):
-            self.bring(cuts.reads(stage), stage)
-            if stage in cuts.nodes:
-                self.cut(stage)
-            if stage < len(self.graph.nodes):
-                self.add(self.graph.nodes[stage].writes, stage + 1)
-
-    def add(self, values: Iterable[int], stage: int) -> None:
-        self.present.update(values)
-        self.since.update(dict.fromkeys(values, stage))
-
-    def judged(self) -> Judged:
-        cuts = self.cuts
-        return judge(cuts.graph, cuts.costs, self.stages.actions(cuts.graph))
-
-    def is_on(self, variables: dict, *key: int) -> bool:
-        return key in variables and bool(self.chosen[variables[key].idx])
-
-    def bring(self, values: Iterable[int], stage: int) -> None:
-        """Page in, or produce again, what is not in RAM."""
-        cuts, graph, stages = self.cuts, self.graph, self.stages
-        segment, todo = cuts.segment(stage), list(values)
-        while todo:
-            v = todo.pop()
-            self.last_use[v] = stage
-            if v in self.present:
-                continue
-            node = graph.producer.get(v, -1)
-            again = node >= 0 and graph.nodes[node].repeatable
-            paged = v in self.paged or self.is_on(cuts.page_in, v, segment)
-            if again and not paged:
-                stages.reruns[stage].add(node)
-                self.add(graph.nodes[node].writes, stage)
-                todo.extend(graph.nodes[node].reads)
-            else:
-                stages.page_ins[stage].add(v)
-                stages.page_outs.add(v)
-                self.add([v], stage)
-                self.paged.discard(v)
-        for node in stages.reruns[stage]:
-            stages.page_ins[stage] -= set(graph.nodes[node].writes)
-
-    def cut(self, stage: int) -> None:
-        """Make what the segment makes for later ones, and drop what it does not
-        keep."""
-        cuts = self.cuts
-        segment = cuts.segment(stage)
-        kept = {v for v, cut in cuts.x if cut == segment + 1}
-        kept = {v for v in kept if self.is_on(cuts.x, v, segment + 1)}
-        begin = cuts.nodes[segment - 1] + 1 if segment else 0
-        for v in sorted(kept - self.present):
-            node = self.graph.producer.get(v, -1)
-            if not self.is_on(cuts.r, node, segment):
-                self.paged.add(v)
-                continue
-            reads = self.graph.nodes[node].reads
-            leaving = set(reads) - cuts.small - kept
-            when = stage
-            if leaving and self.present.issuperset(reads):
-                first = max(begin, *(self.since[u] for u in reads))
-                when = max(first, *(self.last_use.get(u, -1) + 1 for u in leaving))
-                when = min(when, stage)
-                if self.late:
-                    choices = range(when, min(first, when) - 1, -1)
-                    when = min(choices, key=self.late.__getitem__)
-            self.bring([v], when)
-        self.present &= kept | cuts.small | set(cuts.reads(stage))
-        self.paged &= kept

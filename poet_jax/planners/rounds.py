@@ -9,8 +9,9 @@ from typing import Any
 
 from poet_jax.graph import Graph
 from poet_jax.plan import Budget
-from poet_jax.planners.cuts import Cuts, crests
+from poet_jax.planners.cuts import Cuts
 from poet_jax.planners.judge import Judged, keep_everything, prefetch
+from poet_jax.planners.lift import crests, solve
 from poet_jax.price import Costs
 
 # A program with more binaries is solved in fractions alone, and then gets a horizon of
@@ -89,7 +90,7 @@ class Rounds:
                 continue
             self.statistics |= program.statistics
             self.statistics["rounds"] += 1
-            judged, bound = program.solve(seconds, self.gap, self.start())
+            judged, bound = solve(program, seconds, self.gap, self.start())
             stopped = time.monotonic() - begin > 0.9 * seconds
             yield self.proven(bound), judged
             if not self.adapt(judged, bound, stopped):

@@ -27,8 +27,9 @@ from poet_jax.graph import Graph, renumber
 from poet_jax.part import Part
 from poet_jax.plan import Budget, parse_budget
 from poet_jax.planners.choice import Choice
-from poet_jax.planners.cuts import Cuts, crests
+from poet_jax.planners.cuts import Cuts
 from poet_jax.planners.judge import fits, keep_everything
+from poet_jax.planners.lift import crests
 from poet_jax.planners.milp import MilpPlanner
 from poet_jax.planners.solver import xsum
 from poet_jax.price import Costs
