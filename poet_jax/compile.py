@@ -161,8 +161,7 @@ class Executable:
         # XLA pairs equal shapes in that order. An operand's number, or None for `into`.
         self._donated: list[int | None] = []
         for value in unit.writes:
-            described = graph.values[value]
-            kind = described.shape, described.dtype
+            kind = graph.values[value].kind
             if value in replaced:
                 self._donated.append(replaced[value])
             elif is_recycled(kind):

@@ -166,6 +166,7 @@ class Stretch:
         Of several the one read last, as an update's own old value is: XLA would copy
         one that is read later, and that takes more time than the update.
         """
+        values = self.program.graph.values
         made = [v for n in self.nodes for v in self.program.graph.nodes[n].writes]
         writes = tuple(v for v in made if v not in self.freed)
         reads = self.program.reads(Fused(self.nodes, writes))
@@ -173,12 +174,12 @@ class Stretch:
         free = defaultdict(list)
         for value in sorted(self.freed.keys() & set(reads), reverse=True):
             if value not in self.saved:
-                free[self._kind(value)].append(value)
+                free[values[value].kind].append(value)
         replaced: dict[int, int] = {}
         for value in sorted(writes, key=written.__getitem__):
-            olds = free[self._kind(value)]
+            olds = free[values[value].kind]
             dead = [old for old in olds if last_read.get(old, 0) <= written[value]]
-            if dead and is_plain(self.program.graph.values[value].dtype):
+            if dead and is_plain(values[value].dtype):
                 replaced[value] = max(dead, key=lambda old: last_read.get(old, 0))
                 olds.remove(replaced[value])
         replaces = tuple((replaced[v], v) for v in writes if v in replaced)
@@ -204,10 +205,6 @@ class Stretch:
                 if local in read:  # a result that is an operand
                     last_read[read[local]] = place + 1
         return last_read, written
-
-    def _kind(self, value: int) -> tuple:
-        described = self.program.graph.values[value]
-        return described.shape, described.dtype
 
     def _bytes(self, values: Iterable[int]) -> int:
         return sum(int(self.costs.nbytes[v]) for v in values)

@@ -39,6 +39,11 @@ class Value:
     def aval(self) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(self.shape, self.dtype, weak_type=self.weak_type)
 
+    @property
+    def kind(self) -> tuple[tuple[int, ...], Any]:
+        """Its shape and dtype: arrays of one kind can take each other's place."""
+        return self.shape, self.dtype
+
     def __str__(self) -> str:
         kind = f" {self.dtype}{list(self.shape)}" if self.dtype is not None else ""
         return f"{self.name}{kind} ({format_bytes(self.nbytes)})"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from poet_jax.errors import PageStoreError
-from poet_jax.graph import Graph, Place, Value
+from poet_jax.graph import Graph, Place
 from poet_jax.store import PageStore
 
 # Larger arrays are kept in blocks of rows of about this size, which a step can take one
@@ -180,7 +180,7 @@ def at_home(graph: Graph, paged: Collection[int]) -> Graph:
         if value not in graph.donated or value in graph.outputs:
             continue
         for leaf, output in unpaired.items():
-            same = _kind(graph.values[output]) == _kind(graph.values[value])
+            same = graph.values[output].kind == graph.values[value].kind
             if same and output not in landing:
                 landing[output] = Place(leaf)
                 del unpaired[leaf]
@@ -191,10 +191,6 @@ def at_home(graph: Graph, paged: Collection[int]) -> Graph:
     return dataclasses.replace(
         graph, stored=stored, landing=landing, donated=frozenset(donated)
     )
-
-
-def _kind(value: Value) -> tuple:
-    return value.shape, value.dtype
 
 
 def land(graph: Graph, min_bytes: int) -> Graph:

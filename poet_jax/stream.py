@@ -140,7 +140,7 @@ class _Streamer:
         return [v for v in node.writes if self.values[v].shape]
 
     def _rows(self, value: int) -> list[slice]:
-        return row_blocks(self.values[value].shape, self.values[value].dtype)
+        return row_blocks(*self.values[value].kind)
 
     def gathers(self, updates: dict[int, Node]) -> set[int]:
         """Numbers of gathers from arrays whose readers all go block by block."""

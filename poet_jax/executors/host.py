@@ -147,9 +147,7 @@ class Runner:
         self.last_run: Run | None = None
         self.calls = self._calls()
         self.nbytes = [value.nbytes for value in program.graph.values]
-        self.recycled = [
-            is_recycled((value.shape, value.dtype)) for value in program.graph.values
-        ]
+        self.recycled = [is_recycled(value.kind) for value in program.graph.values]
         self.on_cpu = on_cpu()
         self._pool: Pool | None = None
         _runners.add(self)
@@ -188,8 +186,7 @@ class Runner:
                 for kind in self.calls[row].executable.destinations:
                     yield row, kind
             elif isinstance(instruction, PageIn):
-                value = self.program.graph.values[instruction.value]
-                yield row, (value.shape, value.dtype)
+                yield row, self.program.graph.values[instruction.value].kind
 
     def _ledger_peak(self) -> int:
         """The simulator's peak; bytes do not depend on what things cost."""
@@ -295,8 +292,7 @@ class _Step:
         for place in graph.landing.values():
             whole = graph.values[graph.outputs[place.leaf]]
             if place.leaf not in self.landed:
-                paged = PagedArray(self.store, whole.shape, whole.dtype)
-                self.landed[place.leaf] = paged
+                self.landed[place.leaf] = PagedArray(self.store, *whole.kind)
         self.waiting: set[Any] = set()  # keys of values in the store
         self.is_done = False
         # One array may be several arguments; it goes when the last of them is freed.
@@ -365,8 +361,7 @@ class _Step:
         """What a page is read into; None where the host cannot write to it."""
         array = None
         if self.runner.on_cpu and is_plain(value.dtype):
-            kind = value.shape, value.dtype
-            (array,) = self.pool.take([kind], self.row, self.live_bytes)
+            (array,) = self.pool.take([value.kind], self.row, self.live_bytes)
         self.count(value.nbytes)
         return array
 
