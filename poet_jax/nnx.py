@@ -27,14 +27,12 @@ class ScheduledModules:
     """A function of nnx modules and arrays that runs within a budget; see
     `schedule`."""
 
-    def __init__(self, step: Callable, scheduled: Scheduled):
-        self._step = step
+    def __init__(self, scheduled: Scheduled):
         self._scheduled = scheduled
 
     def plan(self, *args: Any) -> Schedule:
         """The schedule for arguments like these; runs nothing."""
-        structure, variables, rest, _ = _split(args)
-        return self._scheduled.plan(structure, variables, rest)
+        return self._scheduled.plan(*_split(args)[:3])
 
     def beneath(self, *args: Any) -> tuple[Scheduled, tuple[Any, ...]]:
         """The scheduled function of arrays, and its arguments for these."""
@@ -42,8 +40,7 @@ class ScheduledModules:
 
     def effects(self, *args: Any) -> Effects:
         """What each pass makes of the graph for arguments like these."""
-        structure, variables, rest, _ = _split(args)
-        return self._scheduled.effects(structure, variables, rest)
+        return self._scheduled.effects(*_split(args)[:3])
 
     @property
     def last_run(self) -> Run | None:
@@ -76,7 +73,7 @@ def schedule(step: Callable, budget: BudgetLike, **options: Any) -> ScheduledMod
     scheduled = schedule_function(
         pure, budget, static_argnums=0, donate_argnums=1, **options
     )
-    return ScheduledModules(step, scheduled)
+    return ScheduledModules(scheduled)
 
 
 def _split(args: Iterable[Any]):

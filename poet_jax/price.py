@@ -218,7 +218,7 @@ def _slowdown(equation: Equation, device: DeviceProfile | None) -> float:
 def _equation_flops(equation: Equation) -> float:
     """2 per multiply-add of a contraction; 1 per element read by a reduction, per
     element written otherwise."""
-    written = sum(_size(shape) for shape in equation.result_shapes)
+    written = sum(x.size for x in equation.result_shapes)
     name = equation.primitive.name
     if name == "dot_general":
         (contracting, _), _ = equation.params["dimension_numbers"]
@@ -229,7 +229,7 @@ def _equation_flops(equation: Equation) -> float:
         out_channel = equation.params["dimension_numbers"].rhs_spec[0]
         return 2.0 * written * np.prod(kernel) / max(kernel[out_channel], 1)
     if name.startswith(("reduce", "arg", "cum", "select_and")):
-        return float(sum(_size(shape) for shape in equation.operand_shapes))
+        return float(sum(x.size for x in equation.operand_shapes))
     if name in _MOVES_ONLY:
         return 0.0
     return float(written)
@@ -240,10 +240,6 @@ _MOVES_ONLY = frozenset(
     "dynamic_update_slice concatenate pad gather copy iota convert_element_type "
     "bitcast_convert_type stop_gradient random_wrap random_unwrap".split()
 )
-
-
-def _size(shape: jax.ShapeDtypeStruct) -> int:
-    return int(np.prod(shape.shape, dtype=np.int64))
 
 
 def _node_bytes(graph: Graph, node: Node) -> int:
