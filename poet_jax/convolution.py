@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax.graph import Equation, Graph
+from poet_jax.graph import Equation, Graph, map_equations
 
 # Of shifted images at once, but no more than of images: a small workspace, and close to
 # the cache.
@@ -36,11 +36,7 @@ def filter_gradients(graph: Graph) -> Graph:
             return equation
         return dataclasses.replace(equation, lowering=as_matrix_product)
 
-    nodes = tuple(
-        dataclasses.replace(node, equations=tuple(map(lowered, node.equations)))
-        for node in graph.nodes
-    )
-    return dataclasses.replace(graph, nodes=nodes)
+    return map_equations(graph, lowered)
 
 
 def is_filter_gradient(equation: Equation) -> bool:

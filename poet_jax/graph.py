@@ -380,6 +380,15 @@ def renumber(graph: Graph, nodes: Iterable[Node]) -> Graph:
     )
 
 
+def map_equations(graph: Graph, change: Callable[[Equation], Equation]) -> Graph:
+    """`graph` with `change(equation)` in place of each equation."""
+    nodes = tuple(
+        dataclasses.replace(node, equations=tuple(map(change, node.equations)))
+        for node in graph.nodes
+    )
+    return dataclasses.replace(graph, nodes=nodes)
+
+
 def read_instance(path: str | os.PathLike) -> tuple[Graph, list[dict[str, Any]]]:
     """Read a planner instance: a graph whose nodes have costs but no equations.
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from poet_jax.convolution import PATCHES_BYTES, as_matrix_product, is_filter_gradient
-from poet_jax.graph import Equation, Graph, equation_signature
+from poet_jax.graph import Equation, Graph, equation_signature, map_equations
 from poet_jax.machine import best_seconds, host_path
 from poet_jax.progress import counted
 
@@ -55,23 +55,13 @@ def fastest(graph: Graph, approximate: bool = False) -> Graph:
         _write(path, chosen)
 
     def lowered(equation: Equation) -> Equation:
-        name = chosen.get(_key(equation, approximate), "")
+        key = _key(equation, approximate)
+        if key not in found:
+            return equation
         choices = {x.__name__: x for x in others(equation, approximate)}
-        if name in choices:
-            return dataclasses.replace(equation, lowering=choices[name])
-        return dataclasses.replace(equation, lowering=None)
+        return dataclasses.replace(equation, lowering=choices.get(chosen[key]))
 
-    nodes = tuple(
-        dataclasses.replace(
-            node,
-            equations=tuple(
-                lowered(e) if _key(e, approximate) in found else e
-                for e in node.equations
-            ),
-        )
-        for node in graph.nodes
-    )
-    return dataclasses.replace(graph, nodes=nodes)
+    return map_equations(graph, lowered)
 
 
 def times(equation: Equation, approximate: bool = False) -> dict[str, float]:
