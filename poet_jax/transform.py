@@ -326,7 +326,8 @@ class Scheduled:
         self._last_runner: Any = None
 
     @property
-    def _store_bytes(self) -> float:
+    def store_bytes(self) -> float:
+        """Room on the device's storage."""
         return math.inf if self.device is None else self.device.store_bytes
 
     @property
@@ -351,7 +352,7 @@ class Scheduled:
         As `poet_jax.pareto`; nothing runs, as in `plan`.
         """
         graph, costs = self.priced(self._traced(args, kwargs))
-        return pareto(graph, costs, budgets, self.planner, self._store_bytes)
+        return pareto(graph, costs, budgets, self.planner, self.store_bytes)
 
     def effects(self, *args: Any, **kwargs: Any) -> Effects:
         """What each pass makes of the graph for arguments like these: prints as a
@@ -429,7 +430,7 @@ class Scheduled:
                 planner,
                 None if self._whole is None or graph.stored else whole,
                 self._prepare,
-                self._store_bytes,
+                self.store_bytes,
             )
             if step is not None and schedule.program is step.program:
                 self._runners[key] = step
