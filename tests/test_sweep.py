@@ -21,8 +21,11 @@ def test_planners_after_published_heuristics_keep_the_budget(case):
         plan = attempt(planner, graph, costs, memory_bytes)
         if isinstance(plan, poet_jax.BudgetTooSmall):
             continue
-        usage = poet_jax.simulate(poet_jax.lower(graph, plan), costs)
+        program = poet_jax.lower(graph, plan)
+        usage = poet_jax.simulate(program, costs)
         assert fits(usage, poet_jax.Budget(memory_bytes))
+        if planner is baselines.pofo:  # offloads what is left of what runs again
+            assert program.recomputed or not usage.bytes_paged_out
         assert plan.objective == pytest.approx(usage.joules, rel=1e-9)
 
 
