@@ -18,7 +18,13 @@ from tqdm import tqdm
 import poet_jax
 from experiments import baselines
 from experiments.steps import flax_case, read_rows, training_step
-from poet_jax.planners.judge import floor_bytes, is_too_late, judge, keep_everything
+from poet_jax.planners.judge import (
+    fits,
+    floor_bytes,
+    is_too_late,
+    judge,
+    keep_everything,
+)
 from poet_jax.transform import PASSES
 
 
@@ -87,10 +93,26 @@ def priced(
     if kind == "instance":
         return poet_jax.load_instance(pathlib.Path(instances or "", f"{model}.json"))
     graph, batch = traced(model, dataset, batch_size, kind)
-    costs = poet_jax.price(graph, poet_jax.devices.ALL[device])
+    costs = poet_jax.price(graph, make_device(device))
     if counted == "activations":
         costs = activations_only(graph, costs, graph.arguments[-batch:])
     return graph, costs
+
+
+def make_device(name: str) -> poet_jax.DeviceProfile:
+    """The device called `name` in `poet_jax.devices`, or a profile's path.
+
+    Raises ValueError for any other name, and for a profile that makes no sense.
+    """
+    if name.endswith((".toml", ".json")):
+        return poet_jax.DeviceProfile.load(name)
+    if name not in poet_jax.devices.ALL:
+        raise ValueError(
+            f"A device named {name!r} was asked for. The devices are "
+            f"{', '.join(poet_jax.devices.ALL)}. Type --device=RASPBERRY_PI_4, or a "
+            "path that ends in .toml or .json for a profile of your own."
+        )
+    return poet_jax.devices.ALL[name]
 
 
 def activations_only(
@@ -164,21 +186,18 @@ class Sweep:
                 f"A planner named {point.planner!r} was asked for. The planners are "
                 f"{', '.join(self.planners)}. Type --planner=milp."
             )
-        device = poet_jax.devices.ALL.get(point.device)
-        if device is None and point.kind != "instance":
-            raise ValueError(
-                f"A device named {point.device!r} was asked for. The devices are "
-                f"{', '.join(poet_jax.devices.ALL)}. Type --device=RASPBERRY_PI_4."
-            )
+        storage = math.inf
+        if point.kind != "instance":
+            storage = make_device(point.device).store_bytes
         of = dataclasses.astuple(point)[:6]
         graph, costs = priced(*of, self._instances)
-        if self._of != of:
-            self._of, self._last = of, {}
+        if self._of != of[:5]:
+            self._of, self._last = of[:5], {}
         everything = keep_everything(graph, costs).usage
         seconds = point.deadline and point.deadline * everything.seconds
         budget = poet_jax.Budget(
             max(int(everything.peak_bytes * point.share / 100), 1), seconds
-        ).on_storage_of(device.store_bytes if device else math.inf)
+        ).on_storage_of(storage)
         row = dataclasses.asdict(point) | {
             "nodes": len(graph.nodes),
             "keep_all_bytes": everything.peak_bytes,
@@ -186,7 +205,7 @@ class Sweep:
             "keep_all_seconds": everything.seconds,
             "memory_bytes": budget.memory_bytes,
         }
-        plan = self._plan(point.planner, graph, costs, budget)
+        plan = self._plan(point.planner, point.device, graph, costs, budget)
         row["planning_seconds"] = f"{time.monotonic() - start:.2f}"
         if isinstance(plan, poet_jax.BudgetTooSmall):
             status = verdict(plan, costs, budget)
@@ -203,28 +222,33 @@ class Sweep:
             "gap": f"{plan.gap:.6f}",
         }
 
-    def _plan(self, name: str, graph, costs, budget):
-        key = name, budget
+    def _plan(self, name: str, device: str, graph, costs, budget):
+        key = name, device, budget
         if key not in self._last:
             planner, parts = self.planners[name], [name]
             if name == "milp":  # it may do all that the others may
                 parts += ["paging", "remat"]
                 for part in parts[1:]:
-                    self._plan(part, graph, costs, budget)
+                    self._plan(part, device, graph, costs, budget)
             if isinstance(planner, poet_jax.MilpPlanner):
-                plans = [
-                    plan
-                    for (part, asked), plan in self._last.items()
-                    if part in parts and within(asked, budget)
-                    if isinstance(plan, poet_jax.Plan)
-                ]
-                best = min(plans, key=lambda plan: plan.objective, default=None)
+                best = self._best(parts, graph, costs, budget)
                 planner = functools.partial(planner, start=best)
             try:
                 self._last[key] = planner(graph, costs, budget)
             except poet_jax.BudgetTooSmall as error:
                 self._last[key] = error
         return self._last[key]
+
+    def _best(self, parts, graph, costs, budget) -> poet_jax.Plan | None:
+        """The cheapest plan that fits of those for any device, budget and deadline."""
+        known = [
+            (judge(graph, costs, plan.actions).usage, plan)
+            for (part, _, asked), plan in self._last.items()
+            if part in parts and asked.memory_bytes <= budget.memory_bytes
+            if isinstance(plan, poet_jax.Plan)
+        ]
+        fitting = [(u.joules, n) for n, (u, _) in enumerate(known) if fits(u, budget)]
+        return known[min(fitting)[1]][1] if fitting else None
 
 
 def verdict(
@@ -233,12 +257,6 @@ def verdict(
     """IMPOSSIBLE where that is proven, and NONE where no plan was found."""
     too_small = budget.memory_bytes < error.least_bytes
     return "IMPOSSIBLE" if too_small or is_too_late(costs, budget) else "NONE"
-
-
-def within(smaller: poet_jax.Budget, larger: poet_jax.Budget) -> bool:
-    """Whether what holds the first budget holds the second."""
-    pairs = zip(dataclasses.astuple(smaller), dataclasses.astuple(larger), strict=True)
-    return all((math.inf if a is None else a) <= (b or math.inf) for a, b in pairs)
 
 
 def run(
@@ -257,7 +275,7 @@ def run(
     sweep = Sweep(time_limit, instances)
     with open(path, "a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
-        if not done:
+        if not file.tell():
             writer.writeheader()
         progress = tqdm(todo, unit="plan")
         for point in progress:

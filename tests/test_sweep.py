@@ -1,6 +1,8 @@
 """Sweeps and the planners that are only for comparison."""
 
 import dataclasses
+import subprocess
+import sys
 
 import pytest
 from hypothesis import given, settings
@@ -102,3 +104,46 @@ def test_published_rules_are_judged_by_the_simulator(tmp_path):
     if row["published_status"] != "IMPOSSIBLE":
         over = int(row["peak_bytes"]) > row["memory_bytes"]
         assert ("memory" in row["refuted"]) == over
+
+
+def test_a_sweep_takes_a_profile_and_prints_its_rows(tmp_path):
+    device, path = tmp_path / "board.toml", tmp_path / "sweep.csv"
+    poet_jax.devices.STM32H7.save(device)
+    path.touch()  # as a sweep leaves it that was stopped before its first row
+    command = [sys.executable, "-m", "experiments.sweep", "--model=mlp:width=16"]
+    command += ["--dataset=digits", f"--device={device}", "--planner=paging"]
+    command += ["--batch_size=64", "--share=85", "--share=1", f"--output={path}"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = read_rows(path)
+    assert [row["share"] for row in rows] == ["85.0", "1.0"]
+    named = points.Sweep(10.0).plan(grid(planners=("paging",))[0])
+    assert float(rows[0]["joules"]) == pytest.approx(named["joules"], rel=1e-3)
+    extra = float(rows[0]["joules"]) / float(rows[0]["keep_all_joules"]) - 1
+    assert "board.toml" in done.stdout and f"{extra:+.2%}" in done.stdout
+    assert "IMPOSSIBLE" in done.stdout
+
+
+def test_a_header_is_written_once(tmp_path):
+    path = tmp_path / "sweep.csv"
+    with pytest.raises(ValueError):
+        points.run(grid(devices=("ABACUS",)), path, 2.0)
+    points.run(grid(planners=("greedy",)), path, 2.0)
+    assert [row["share"] for row in read_rows(path)] == ["85.0", "1.0"]
+
+
+class Starter(poet_jax.MilpPlanner):
+    """Returns the plan that it is given to start from."""
+
+    def __call__(self, graph, costs, budget, start=None):
+        return start or poet_jax.keep_all(graph, costs, budget)
+
+
+def test_a_plan_for_one_device_and_deadline_serves_others():
+    sweep = points.Sweep(2.0)
+    first, second = grid(devices=("STM32H7", "NRF52840"), planners=("remat",))[::2]
+    row = sweep.plan(dataclasses.replace(first, deadline=2.0))
+    assert row["recomputed"]
+    sweep.planners["remat"] = Starter()
+    for deadline in (None, row["seconds"] / row["keep_all_seconds"] + 0.01):
+        served = sweep.plan(dataclasses.replace(second, deadline=deadline))
+        assert served["recomputed"] == row["recomputed"]
