@@ -29,6 +29,14 @@ from poet_jax.transform import make_schedule
 
 DRAWN_NODES = 300  # more take Graphviz minutes
 
+# Flags of experiments.train that mean the same here, so that --help lists them.
+for name in (
+    "model", "framework", "dataset", "data_folder", "budget", "device", "planner",
+    "solver", "objective", "time_limit", "plan_cache", "batch_size", "learning_rate",
+    "seed", "output",
+):  # fmt: skip
+    flags.declare_key_flag(name)
+
 INSTANCE = flags.DEFINE_string(
     "instance", None, "A planner instance, as JSON, instead of a model."
 )

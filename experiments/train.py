@@ -1,6 +1,6 @@
 """Train a model within a memory budget, and write down what every step took.
 
-    python -m experiments.train --model=cnn --dataset=mnist --budget=80% --steps=100
+    python -m experiments.train --model=cnn --dataset=mnist --steps=100 --budget=80%
 
 takes about 30 s on two cores, planning included. Expect a budget of 53.0 MiB, 66.3 MiB
 for keep-all, and a loss that falls from 2.705 to 0.273 whatever the plan is. Seconds
