@@ -12,7 +12,7 @@ everything is kept; it writes searched.json, and draws contributions.png. With -
 only draws.
 
 Gains are measured, each once: one standard error of a row in `experiments.adapt` is
-about a point. Flags that `experiments.adapt` has mean the same here.
+about a point. Flags that `experiments.adapt` lists, too, mean the same here.
 """
 
 import json
@@ -36,6 +36,13 @@ from poet_jax.update import Update, contributions, search
 PARTS = ("expand", "depthwise", "project")
 SEED = 100
 LEARNING_RATE = 1e-2
+
+# Flags of experiments.adapt that mean the same here, so that --help lists them.
+for name in (
+    "steps", "examples", "batch_size", "model", "dataset", "pixels", "old_steps",
+    "time_limit", "plan_cache", "compiled", "learned", "output", "plot",
+):  # fmt: skip
+    flags.declare_key_flag(name)
 
 WITHIN = flags.DEFINE_string("within", "10%", "Size, or percentage of full keep-all.")
 
@@ -153,7 +160,7 @@ def plot(gains: dict[str, float], chosen: set[str], folder: pathlib.Path) -> Non
         )
     axis.axhline(0, color="#999999", linewidth=0.8)
     axis.set_xlabel("block; outlined: chosen by the search")
-    axis.set_ylabel("points over the classifier alone")
+    axis.set_ylabel("measured points over the classifier alone")
     axis.set_ylim(top=115 * max(gains.values()))
     axis.legend(frameon=False, fontsize=8, loc="upper left")
     figure.savefig(folder / "contributions.png", dpi=130)
