@@ -257,7 +257,6 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
     axis.axhline(1, color="#999999", linewidth=0.8)
     axis.set_xlabel("memory budget (% of keep-all's peak)")
     axis.set_ylabel("measured step time over jax.jit's")
-    axis.invert_xaxis()
     axis.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=130)
 
