@@ -9,8 +9,8 @@ kept in outputs/adapt. Then its classifier is replaced, and it learns the digits
 from --examples images of each: once for each --update, --budget and --seed, which sets
 the classifier, the images and their order. Each gets a row in
 experiments/results/adapt/schemes.csv; rows that are there already are not measured
-again. The first command takes about 20 minutes on two cores, for twelve schemes. Expect
-an accuracy around 0.8 where chance is 0.21. The last one draws schemes.png.
+again. The first command takes about 20 minutes on two cores, for 13 schemes. Expect an
+accuracy around 0.8 where chance is 0.2. The last one draws schemes.png.
 
 An update is one of SCHEMES, or "searched", which is what `experiments.adapt_search`
 found, or JSON with a fraction for each pattern of paths, such as
@@ -79,14 +79,6 @@ SCHEMES: dict[str, tuple[Update, float]] = {
 }
 
 SEARCHED = pathlib.Path(__file__).parent / "results" / "adapt" / "searched.json"
-# Okabe and Ito's colours, which are told apart without red or green.
-COLOURS = (
-    "#000000", "#000000", "#999999", "#E69F00", "#56B4E9", "#0072B2", "#CC79A7",
-    "#009E73", "#009E73", "#009E73", "#D55E00", "#D55E00", "#0072B2",
-    "#E69F00",
-)  # fmt: skip
-MARKERS = "ospv^<*<d>PXDh"
-
 UPDATES = flags.DEFINE_multi_string(
     "update",
     list(SCHEMES),
@@ -228,56 +220,35 @@ def parse_scheme(text: str) -> tuple[Update, float]:
 
 
 def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
-    """Accuracy against memory and against step time, a mark for each named scheme."""
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
-    memory_axis, time_axis = figure.subplots(1, 2, sharey=True)
-    names = [*SCHEMES, "searched"]
-    marks = dict(zip(names, zip(COLOURS, MARKERS, strict=True), strict=True))
+    """Accuracy, memory, time and energy of each named scheme: without a limit, and in
+    the least budget that it was tried in."""
     groups = collections.defaultdict(list)
     for row in rows:
-        if row["update"] in marks and row["accuracy"] and row["ratio"]:
-            limit = "all" if row["budget"] == "all" else int(row["budget_bytes"])
-            groups[row["update"], limit].append(row)
-    limits = collections.defaultdict(list)
-    for name, limit in groups:
-        limits[name] += [] if limit == "all" else [limit]
-    shown = [
-        (name, limit, limit == "all")
-        for name, found in limits.items()
-        for limit in ("all", *sorted(found)[:1])
-        if (name, limit) in groups
-    ]
-    for name, limit, free in shown:
-        group = groups[name, limit]
-        colour, marker = marks[name]
-        style = {
-            "color": colour,
-            "marker": marker,
-            "fillstyle": "none" if free else "full",
-            "elinewidth": 0.8,
-        }
+        if row["update"] in (*SCHEMES, "searched") and row["accuracy"] and row["ratio"]:
+            groups[row["update"], int(row["budget_bytes"])].append(row)
+    marks = collections.defaultdict(list)
+    for (name, limit), group in groups.items():
+        free = limit == schemes.WITHOUT_LIMIT
+        if not free and limit > min(x for other, x in groups if other == name):
+            continue
         accuracies = [100 * float(row["accuracy"]) for row in group]
-        mean, error = statistics.mean(accuracies), standard_error(accuracies)
-        for axis, x in (
-            (memory_axis, statistics.mean(int(x["peak_bytes"]) for x in group) / 2**20),
-            (time_axis, statistics.mean(float(x["ratio"]) for x in group)),
-        ):
-            axis.errorbar(x, mean, error, **style)
-    memory_axis.set_xlim(0)
-    memory_axis.set_xlabel("MiB of arrays at once; filled: in the least budget tried")
-    memory_axis.set_ylabel("accuracy on images of the new classes (%)")
-    time_axis.set_xlim(0)
-    time_axis.axvline(1, color="#999999", linewidth=0.8)
-    time_axis.set_xlabel("step time over full training's by jax.jit")
-    handles = [
-        Line2D([], [], color=colour, marker=marker, linestyle="none", label=name)
-        for name, (colour, marker) in marks.items()
-    ]
-    figure.legend(handles=handles, frameon=False, fontsize=8, loc="outside right")
-    figure.savefig(path, dpi=130)
+        marks[name].append(
+            schemes.Mark(
+                not free,
+                statistics.mean(accuracies),
+                standard_error(accuracies),
+                statistics.mean(int(row["peak_bytes"]) for row in group),
+                statistics.mean(float(row["ratio"]) for row in group),
+                schemes.mean_joules(group),
+            )
+        )
+    schemes.plot_schemes(
+        marks,
+        schemes.mean_joules(groups["full", schemes.WITHOUT_LIMIT]),
+        path,
+        filled="in the least budget tried",
+        hollow="without limit",
+    )
 
 
 def standard_error(values: list[float]) -> float:

@@ -146,51 +146,40 @@ def measure(key: dict[str, Any], update: Update) -> dict[str, Any]:
 
 
 def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
-    """Accuracy, the mean of all seeds, against measured memory and against step time, a
-    mark for each scheme and budget."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    memory_axis, time_axis = figure.subplots(1, 2, sharey=True)
-    # Okabe and Ito's colours, which are told apart without red or green.
-    colours = "#000000 #E69F00 #56B4E9 #009E73 #F0E442 #0072B2 #D55E00 #CC79A7".split()
-    names = [*SCHEMES, "searched"]
-    marks = dict(zip(names, zip(colours, "osv^<DPX", strict=True), strict=True))
+    """Accuracy, the mean of all seeds, memory, time and energy of each named scheme."""
     trained = collections.defaultdict(list)
     for row in rows:
         if row["accuracy"]:
             trained[row["update"], row["budget"]].append(row)
+    marks = collections.defaultdict(list)
     for row in rows:
         name = row["update"]
         runs = trained[name, row["budget"]]
-        if not (name in marks and runs and row["ratio"]):
+        if not (name in (*SCHEMES, "searched") and runs and row["ratio"]):
             continue
-        colour, marker = marks[name]
-        style = {"color": colour, "marker": marker, "elinewidth": 0.8}
         share = statistics.mean(float(run["accuracy"]) for run in runs)
         # A standard error: of how the held-out passages were drawn, not of seeds.
         error = 100 * math.sqrt(share * (1 - share) / int(runs[0]["held_out"]))
-        for axis, x in (
-            (memory_axis, int(row["peak_bytes"]) / 2**20),
-            (time_axis, float(row["ratio"])),
-        ):
-            axis.errorbar(
-                x, 100 * share, error, label=f"{name}, {row['budget']}", **style
-            )
-        kept = int(row["keep_all_bytes"]) / 2**20
-        hollow = {"color": colour, "marker": marker, "fillstyle": "none"}
-        memory_axis.plot(kept, 100 * share, **hollow)
-    full_bytes = max(int(row["full_keep_all_bytes"]) for row in rows)
-    memory_axis.axvline(full_bytes / 6 / 2**20, color="#999999", linewidth=0.8)
-    memory_axis.set_xlabel(
-        "MiB of arrays at once, hollow: everything kept; line: 1/6 of full"
+        marks[name] += [
+            schemes.Mark(
+                True,
+                100 * share,
+                error,
+                int(row["peak_bytes"]),
+                float(row["ratio"]),
+                schemes.mean_joules([row]),
+            ),
+            schemes.Mark(False, memory_bytes=int(row["keep_all_bytes"])),
+        ]
+    full = [row for row in rows if row["update"] == "full" and row["ratio"]]
+    schemes.plot_schemes(
+        marks,
+        schemes.mean_joules(full),
+        path,
+        filled="in a sixth of full's memory (line), full without limit",
+        hollow="everything kept, planned",
+        budget_bytes=max(int(row["full_keep_all_bytes"]) for row in rows) / 6,
     )
-    memory_axis.set_ylabel("accuracy on held-out passages (%)")
-    time_axis.set_xlim(0, 1.25)
-    time_axis.axvline(1, color="#999999", linewidth=0.8)
-    time_axis.set_xlabel("step time over full fine-tuning's by jax.jit")
-    time_axis.legend(frameon=False, fontsize=8, loc="lower left")
-    figure.savefig(path, dpi=130)
 
 
 def todo(rows: list[dict[str, str]]) -> list[dict[str, Any]]:

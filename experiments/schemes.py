@@ -9,6 +9,7 @@ that the budget grants.
 """
 
 import csv
+import dataclasses
 import gc
 import json
 import pathlib
@@ -217,6 +218,106 @@ def measured(
         "full_jit_seconds": f"{statistics.median(theirs):.4f}",
         "ratio": f"{statistics.median(ratios):.4f}",
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark:
+    """What a figure shows of one plan of a scheme; None is not shown.
+
+    Attributes:
+      filled: False for a hollow mark, above the filled ones of its scheme.
+      accuracy: in percent, with its standard `error`.
+      memory_bytes: of arrays at once.
+      ratio: of a step's seconds, over those of full training by `nnx.jit`.
+      joules: {device: of a step}, modelled.
+    """
+
+    filled: bool
+    accuracy: float | None = None
+    error: float | None = None
+    memory_bytes: float | None = None
+    ratio: float | None = None
+    joules: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+def mean_joules(rows: Sequence[Mapping[str, str]]) -> dict[str, float]:
+    """{device: mean of a step's modelled joules}."""
+    return {
+        device: statistics.mean(float(row[f"{device}_joules"]) for row in rows)
+        for device in DEVICES
+    }
+
+
+def plot_schemes(
+    marks: Mapping[str, Sequence[Mark]],
+    full_joules: Mapping[str, float],
+    path: pathlib.Path,
+    *,
+    filled: str,
+    hollow: str,
+    budget_bytes: float | None = None,
+) -> None:
+    """A line for each scheme, the most accurate first, with its marks in four panels.
+
+    Args:
+      marks: of each scheme, by name.
+      full_joules: {device: of a step of full training}, which joules are divided by.
+      filled, hollow: what the legend says of such marks.
+      budget_bytes: where a line shows the budget, if one is to be shown.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    def best(name: str) -> float:
+        return max(x.accuracy for x in marks[name] if x.accuracy is not None)
+
+    names = sorted(marks, key=best)
+    figure = Figure(figsize=(11, 1.4 + 0.28 * len(names)), layout="constrained")
+    accuracy, memory, time, energy = figure.subplots(1, 4, sharey=True)
+    # Okabe and Ito's colours, which are told apart without red or green.
+    devices = dict(zip(DEVICES, (("#0072B2", "o"), ("#D55E00", "|")), strict=True))
+    for line, name in enumerate(names):
+        for mark in marks[name]:
+            y = line - 0.15 if mark.filled else line + 0.15
+            style = {"linestyle": "none", "markersize": 5}
+            style |= {"fillstyle": "full" if mark.filled else "none"}
+            black = style | {"color": "black", "marker": "o"}
+            if mark.accuracy is not None:
+                accuracy.errorbar(mark.accuracy, y, xerr=mark.error, **black)
+            if mark.memory_bytes is not None:
+                memory.plot(mark.memory_bytes / 2**20, y, **black)
+            if mark.ratio is not None:
+                time.plot(mark.ratio, y, **black)
+            for device, joules in mark.joules.items():
+                colour, marker = devices[device]
+                size = 10 if marker == "|" else 5
+                style |= {"color": colour, "marker": marker, "markersize": size}
+                energy.plot(joules / full_joules[device], y, **style)
+    for axis in (accuracy, memory, time, energy):
+        axis.set_yticks(range(len(names)), names)
+        axis.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+        axis.set_axisbelow(True)
+    for axis in (memory, time, energy):
+        axis.set_xlim(0)
+    if budget_bytes is not None:
+        memory.axvline(budget_bytes / 2**20, color="#999999", linewidth=0.8)
+    for axis in (time, energy):
+        axis.axvline(1, color="#999999", linewidth=0.8)
+    accuracy.set_xlabel("accuracy (%), measured")
+    memory.set_xlabel("MiB of arrays at once")
+    time.set_xlabel("step time over full\ntraining's by jax.jit, measured")
+    energy.set_xlabel("joules over full\ntraining's, modelled")
+    black = {"linestyle": "none", "color": "black", "marker": "o", "markersize": 5}
+    handles = [
+        Line2D([], [], label=filled, **black),
+        Line2D([], [], label=hollow, fillstyle="none", **black),
+        *(
+            Line2D([], [], linestyle="none", color=colour, marker=marker, label=device)
+            for device, (colour, marker) in devices.items()
+        ),
+    ]
+    figure.legend(handles=handles, frameon=False, ncols=4, loc="outside upper center")
+    figure.savefig(path, dpi=130)
 
 
 def keep_compiled(folder: str) -> None:
