@@ -1,6 +1,7 @@
 """Training steps of `flax.nnx` modules within a budget."""
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,66 +20,82 @@ from poet_jax.training import (
 )
 from poet_jax.transform import Schedule, Scheduled
 from poet_jax.transform import schedule as schedule_function
-from poet_jax.update.items import Beneath
 from poet_jax.update.scheme import UpdateLike, parse_update
+from poet_jax.update.search import Beneath
 
 
 class ScheduledModules:
     """A function of nnx modules and arrays that runs within a budget; see
     `schedule`."""
 
-    def __init__(self, scheduled: Scheduled):
+    def __init__(self, step: Callable, scheduled: Scheduled):
+        functools.update_wrapper(self, step)
         self._scheduled = scheduled
+        self._same: Any = None  # a structure that a call left as it was
 
-    def plan(self, *args: Any) -> Schedule:
+    def plan(self, *args: Any, **kwargs: Any) -> Schedule:
         """The schedule for arguments like these; runs nothing."""
-        return self._scheduled.plan(*_split(args)[:3])
+        return self._scheduled.plan(*_split(args, kwargs)[:3])
 
-    def beneath(self, *args: Any) -> tuple[Scheduled, tuple[Any, ...]]:
+    def beneath(self, *args: Any, **kwargs: Any) -> tuple[Scheduled, tuple[Any, ...]]:
         """The scheduled function of arrays, and its arguments for these."""
-        return self._scheduled, _split(args)[:3]
+        return self._scheduled, _split(args, kwargs)[:3]
 
-    def effects(self, *args: Any) -> Effects:
+    def effects(self, *args: Any, **kwargs: Any) -> Effects:
         """What each pass makes of the graph for arguments like these."""
-        return self._scheduled.effects(*_split(args)[:3])
+        return self._scheduled.effects(*_split(args, kwargs)[:3])
 
     @property
     def last_run(self) -> Run | None:
         """What the latest call measured; None before the first."""
         return self._scheduled.last_run
 
-    def __call__(self, *args: Any) -> Any:
-        structure, variables, rest, modules = _split(args)
-        variables, result = self._scheduled(structure, variables, rest)
-        nnx.update(modules, variables)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        structure, variables, rest, modules = _split(args, kwargs)
+        variables, result, graphdef, arrays = self._scheduled(
+            structure, variables, rest
+        )
+        if graphdef is not self._same:
+            if graphdef == structure[-1]:
+                self._same = graphdef
+            else:
+                others = nnx.merge_state(rest[0], arrays)
+                _restructure(modules, nnx.merge(graphdef, variables, others))
+        nnx.update(modules, variables, arrays)
         return result
 
 
-def schedule(step: Callable, budget: BudgetLike, **options: Any) -> ScheduledModules:
-    """Run `step` within a budget: replaces `nnx.jit(step)`.
+def schedule(
+    step: Callable | None = None, budget: BudgetLike | None = None, **options: Any
+) -> Any:
+    """Run `step` within a budget: replaces `nnx.jit(step)`, also as a decorator.
 
-    Modules, optimizers and metrics among the arguments are updated in place; what
-    `step` returns is returned, arrays only. The arrays that modules held before the
-    call are freed during it, as their replacements appear. Options are those of
-    `poet_jax.schedule`, without static and donated arguments.
+    Modules, optimizers and metrics among the arguments are updated in place, their
+    plain attributes, too; what `step` returns is returned, arrays only. The arrays that
+    variables held before the call are freed during it, as their replacements appear.
+    Options are those of `poet_jax.schedule`, without static and donated arguments.
+    Returns a `ScheduledModules`.
     """
+    if not callable(step):
+        given = step if budget is None else budget
+        return functools.partial(schedule, budget=given, **options)
 
     def pure(structure, variables, rest):
-        args, modules = _merge(structure, variables, rest)
-        result = step(*args)
-        _, variables, _ = nnx.split(modules, nnx.Variable, ...)
-        return variables, result
+        args, kwargs, modules = _merge(structure, variables, rest)
+        result = step(*args, **kwargs)
+        graphdef, variables, arrays = nnx.split(modules, nnx.Variable, ...)
+        return variables, result, graphdef, _changed(rest[0], arrays)
 
     pure.__name__ = getattr(step, "__name__", "step")
     scheduled = schedule_function(
         pure, budget, static_argnums=0, donate_argnums=1, **options
     )
-    return ScheduledModules(scheduled)
+    return ScheduledModules(step, scheduled)
 
 
-def _split(args: Iterable[Any]):
-    """(structure, variables, all other arrays, modules) of a tuple of arguments."""
-    leaves, tree = jax.tree.flatten(tuple(args), is_leaf=nnx.graph.is_graph_node)
+def _split(args: Any, kwargs: Any):
+    """(structure, variables, all other arrays, modules) of a call's arguments."""
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=nnx.graph.is_graph_node)
     is_module = tuple(map(nnx.graph.is_graph_node, leaves))
     modules = [x for x, module in zip(leaves, is_module, strict=True) if module]
     others = [x for x, module in zip(leaves, is_module, strict=True) if not module]
@@ -87,13 +104,39 @@ def _split(args: Iterable[Any]):
 
 
 def _merge(structure: Any, variables: Any, rest: Any):
-    """(arguments, the modules among them), new objects, from what `_split` gives."""
+    """(args, kwargs, the modules among them), new ones, from what `_split` gives."""
     tree, is_module, graphdef = structure
     arrays, others = rest
     modules = nnx.merge(graphdef, variables, arrays, copy=True)
     module, other = iter(modules), iter(others)
     leaves = [next(module if is_one else other) for is_one in is_module]
-    return jax.tree.unflatten(tree, leaves), modules
+    return *jax.tree.unflatten(tree, leaves), modules
+
+
+def _changed(old: Any, new: Any) -> Any:
+    """The leaves of the state `new` that are not those of `old`."""
+    known = dict(nnx.to_flat_state(old))
+    leaves = nnx.to_flat_state(new)
+    return nnx.from_flat_state((p, x) for p, x in leaves if known.get(p) is not x)
+
+
+def _restructure(modules: Any, like: Any) -> None:
+    """Give `modules` the plain attributes and submodules of `like`."""
+    old, new = (
+        {path: x for path, x in nnx.iter_graph(one) if isinstance(x, nnx.Pytree)}
+        for one in (modules, like)
+    )
+    for path in old.keys() & new.keys():
+        before, after = (
+            {k: x for k, x in vars(one).items() if not k.startswith("_pytree__")}
+            for one in (old[path], new[path])
+        )
+        for name in before.keys() - after.keys():
+            delattr(old[path], name)
+        for name, value in after.items():
+            data = nnx.is_data(value)  # which `nnx.update` sets where it was before
+            if name not in before or not (data or before[name] == value):
+                setattr(old[path], name, value)
 
 
 class PartOptimizer(nnx.Optimizer):
@@ -149,7 +192,7 @@ class TrainStep:
         self.model = model
         self.scheme = None if update is None else parse_update(update)
         self._loss_fn = loss_fn if loss_fn is not None else default_loss
-        self._scheduled = schedule(self._update, budget, **options)
+        self._scheduled = schedule(self.update, budget, **options)
         self._optimizer: Any = optimizer
         if self.scheme is not None and isinstance(optimizer, nnx.Optimizer):
             raise TypeError(
@@ -189,7 +232,9 @@ class TrainStep:
     def _loss(self, model: nnx.Module, batch: Any) -> tuple[jax.Array, Any]:
         return scalar_and_aux(self._loss_fn(model, batch))
 
-    def _update(self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any):
+    def update(self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any):
+        """The step as a function of modules, to be run by `nnx.jit` without a
+        budget."""
         graphdef, params, rest = nnx.split(model, optimizer.wrt, ...)
         part = EVERYTHING
         if isinstance(optimizer, PartOptimizer):

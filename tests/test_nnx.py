@@ -417,3 +417,56 @@ def test_an_error_leaves_the_model_as_it_was():
     with pytest.raises(poet_jax.BudgetTooSmall):
         step((VECTORS, VECTORS))
     model(VECTORS)
+
+
+NO_KEYS = nnx.Not(nnx.RngKey)
+
+
+class Counter(nnx.Module):
+    """Counts its calls in an attribute, keeps an array that is no Variable, and grows
+    and loses parts."""
+
+    def __init__(self, rngs):
+        self.layer = nnx.Linear(8, 3, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(3, 3, rngs=rngs)])
+        self.sums, self.table = nnx.data(jnp.zeros(3)), nnx.data(jnp.ones(3))
+        self.calls, self.fresh = 0, True
+
+    def __call__(self, x):
+        self.calls += 1
+        if self.fresh:
+            del self.fresh_only
+            self.fresh, self.last = False, nnx.BatchStat(jnp.zeros(3))
+            self.layers.append(nnx.Linear(3, 3, rngs=nnx.Rngs(1)))
+        y = self.dropout(self.layers[0](self.layer(x))) + self.table
+        self.sums = self.sums + y.sum(0)
+        self.last[...] = y[0]
+        return y
+
+
+def test_what_a_step_leaves_in_its_modules_is_what_nnx_jit_leaves():
+    """Arrays, static attributes, new and removed parts; keyword arguments, too."""
+
+    def step(model, x, *, scale):
+        model.eval()
+        model.layer.kernel[...] *= 0.9
+        return scale * model(x).sum()
+
+    def trained(wrap):
+        model, wrapped = Counter(nnx.Rngs(0)), wrap(step)
+        model.fresh_only = 1
+        results = [wrapped(model, VECTORS, scale=jnp.float32(2)) for _ in range(3)]
+        return results, model
+
+    (expected, reference), (results, model) = (
+        trained(nnx.jit),
+        trained(schedule("1GiB")),
+    )
+    np.testing.assert_allclose(results, expected, rtol=1e-6)
+    assert nnx.graphdef(model) == nnx.graphdef(reference)
+    assert (model.calls, model.dropout.deterministic, len(model.layers)) == (3, True, 2)
+    parts = nnx.state(model), nnx.state(reference)
+    leaves, others = (jax.tree.leaves(nnx.filter_state(x, NO_KEYS)) for x in parts)
+    for leaf, other in zip(leaves, others, strict=True):
+        np.testing.assert_allclose(leaf, other, rtol=1e-6)
