@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import sys
 import tomllib
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,8 @@ import jax.numpy as jnp
 
 _TEXTS = ("name", "node_costs", "source")
 _CHOICES = ("measured", "node_costs_partial")
+# Endings of what may be infinite, which means that it does not count.
+_BOUNDLESS = ("bytes_per_second", "_bytes", "flops_per_joule")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +83,14 @@ class DeviceProfile:
                 continue
             number = isinstance(value, int | float) and not isinstance(value, bool)
             divides = not field.name.endswith(("_watts", "_seconds", "store_bytes"))
-            if not number or not value >= 0 or (divides and value == 0):  # type: ignore[operator]
+            most = math.inf if field.name.endswith(_BOUNDLESS) else sys.float_info.max
+            if not number or not 0 <= value <= most or (divides and value == 0):  # type: ignore[operator]
+                sign = "positive" if divides else "non-negative"
+                finite = "" if most == math.inf else ", finite"
                 raise ValueError(
                     f"The profile {self.name!r} was given {field.name}={value!r}. It "
-                    f"must be a {'positive' if divides else 'non-negative'} number in "
-                    "SI units. Type the data sheet's value, or an assumed one and say "
-                    "so in source."
+                    f"must be a {sign}{finite} number in SI units. Type the data "
+                    "sheet's value, or an assumed one and say so in source."
                 )
 
     @property

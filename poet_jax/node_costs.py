@@ -48,16 +48,22 @@ def read_node_costs(
     assert device.node_costs is not None
     rows = _read(device)
     keys = [node_signature(graph, node) for node in graph.nodes]
-    missing = [n for n, key in enumerate(keys) if key not in rows]
-    if missing and (len(missing) == len(keys) or not device.node_costs_partial):
-        shown = [f"{graph.nodes[n].name} ({keys[n]})" for n in missing[:5]]
+    missing = {key: n for n, key in reversed(list(enumerate(keys))) if key not in rows}
+    some = not missing.keys() >= set(keys)
+    if missing and not (some and device.node_costs_partial):
+        first = sorted(missing.values())[:5]
+        shown = [f"{graph.nodes[n].name} ({keys[n]})" for n in first]
+        advice = "Measure the missing ones, which poet_jax.write_node_costs lists"
+        if some:
+            advice += (
+                ", or type dataclasses.replace(device, node_costs_partial=True) to "
+                "model the rest"
+            )
         raise ValueError(
-            f"{device.node_costs} was to price {len(keys)} nodes and lacks "
-            f"{len(missing)} of them: {', '.join(shown)}"
+            f"{device.node_costs} was to price {len(set(keys))} distinct nodes and "
+            f"lacks {len(missing)} of them: {', '.join(shown)}"
             f"{' and more' if len(missing) > 5 else ''}. A node is found by its "
-            "signature, which changes with shapes and types. Measure the missing ones, "
-            "which poet_jax.write_node_costs lists, or where it has some of them type "
-            "dataclasses.replace(device, node_costs_partial=True) to model the rest."
+            f"signature, which changes with shapes and types. {advice}."
         )
     seconds, joules = np.array(seconds), np.array(joules)
     for number, key in enumerate(keys):
@@ -86,6 +92,12 @@ def _read(device: DeviceProfile) -> dict[str, tuple[float, float]]:
             joules = seconds * device.compute_watts
             if (row["joules"] or "").strip():
                 joules = _number(device, row, "joules")
+            if row["signature"] in rows:
+                raise ValueError(
+                    f"{device.node_costs} has two rows for the node "
+                    f"{row['signature']}. A node costs the same wherever it stands in "
+                    "the graph. Delete all of its rows but one."
+                )
             rows[row["signature"]] = seconds, joules
     return rows
 

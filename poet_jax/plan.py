@@ -36,9 +36,13 @@ class Budget:
             least = {"memory_bytes": 1, "seconds": 1e-300, "store_bytes": 0}[name]
             number = not isinstance(value, bool) and isinstance(value, int | float)
             if not (number and value >= least):  # type: ignore[operator]
+                given = ", ".join(
+                    f"{n}={x}"
+                    for n, x in {"memory_bytes": 64 * 2**20, name: 2**30}.items()
+                )
                 raise ValueError(
                     f"A budget was asked for with {name}={value!r}. It is a positive "
-                    "number. Type for example Budget(memory_bytes=64 * 2**20)."
+                    f"number. Type for example Budget({given})."
                 )
         if not math.isinf(self.memory_bytes):
             object.__setattr__(self, "memory_bytes", int(self.memory_bytes))

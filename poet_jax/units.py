@@ -35,14 +35,23 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_percent(text: str) -> float:
-    """The fraction named by a percentage: `"30%"` is 0.3. Raises ValueError."""
+    """The fraction named by a percentage: `"30%"` is 0.3. Raises ValueError for what is
+    not a positive one."""
     try:
-        return float(text.strip().removesuffix("%")) / 100
+        fraction = float(text.strip().removesuffix("%")) / 100
     except ValueError:
+        fraction = math.nan
+    if not 0 < fraction < math.inf:
         raise ValueError(
-            f"{text!r} was given as a percentage. A percentage is a number followed by "
-            'a % sign. Type for example "30%".'
-        ) from None
+            f"{text!r} was given as a percentage. A percentage is a positive number "
+            'followed by a % sign. Type for example "30%".'
+        )
+    return fraction
+
+
+def rounded_up(number: float) -> str:
+    """At least `number`, in six digits: what to type so that it is enough."""
+    return f"{number * (1 + 5e-6):.6g}"
 
 
 def format_bytes(nbytes: float) -> str:

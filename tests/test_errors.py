@@ -123,6 +123,77 @@ def test_a_deadline_shorter_than_the_compute_alone_is_named(planner):
     assert_three_sentences(caught.value, "deadline", f"{seconds:.6g}", "seconds=")
 
 
+def test_the_deadline_that_is_named_can_be_met():
+    """With little memory, too, where the fastest plan is not the cheapest."""
+    schedule = poet_jax.schedule(gradient, "1GiB", **OPTIONS).plan(W, X)
+    inputs = schedule.graph, schedule.costs
+    everything = schedule.baseline
+    planner = poet_jax.MilpPlanner()
+    for memory_bytes in (everything.peak_bytes, everything.peak_bytes * 3 // 4):
+        with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+            planner(*inputs, poet_jax.Budget(memory_bytes, seconds=1e-9))
+        (named,) = re.findall(r"of at least ([0-9.e-]+),", str(caught.value))
+        plan = planner(*inputs, poet_jax.Budget(memory_bytes, seconds=float(named)))
+        usage = poet_jax.simulate(poet_jax.lower(schedule.graph, plan), schedule.costs)
+        assert usage.seconds <= float(named) and usage.peak_bytes <= memory_bytes
+
+
+def test_keep_all_meets_a_deadline_of_all_its_seconds():
+    """Whatever order they are added in."""
+    schedule = poet_jax.schedule(gradient, "1GiB", **OPTIONS).plan(W, X)
+    for seconds in (schedule.costs.seconds.sum(), sum(schedule.costs.seconds[::-1])):
+        budget = poet_jax.Budget(2**30, seconds=float(seconds))
+        plan = poet_jax.MilpPlanner()(schedule.graph, schedule.costs, budget)
+        assert plan.gap < 1e-12
+
+
+@pytest.mark.parametrize("wrong", ["0%", "-5%", "nan%", "inf%"])
+def test_a_percentage_that_is_none_is_quoted(wrong):
+    with pytest.raises(ValueError) as caught:
+        poet_jax.schedule(gradient, wrong)
+    assert_three_sentences(caught.value, repr(wrong), '"30%"')
+
+
+@pytest.mark.parametrize(
+    ("option", "wrong"),
+    [("device", "RASPBERRY_PI_4"), ("planner", "milp"), ("executor", "host")],
+)
+def test_a_name_in_place_of_an_object_is_refused(option, wrong):
+    with pytest.raises(TypeError) as caught:
+        poet_jax.schedule(gradient, "1GiB", **{option: wrong})
+    assert_three_sentences(caught.value, option, wrong, f"{option}=poet_jax.")
+
+
+def test_an_unknown_device_is_answered_with_those_there_are():
+    with pytest.raises(AttributeError) as caught:
+        _ = poet_jax.devices.RASPBERY_PI_4  # type: ignore[attr-defined]
+    assert_three_sentences(caught.value, "RASPBERY_PI_4", "JETSON_TX2")
+
+
+def test_an_array_that_was_donated_before_is_named():
+    scheduled = schedule(lambda w: {"w": w + 1}, "1GiB", donate_argnums=0)
+    w = jnp.ones(3)
+    scheduled(w)
+    with pytest.raises(RuntimeError) as caught:
+        scheduled(w)
+    assert_three_sentences(caught.value, "arg0", "deleted")
+
+
+def test_a_static_argument_without_a_hash_is_refused():
+    with pytest.raises(ValueError) as caught:
+        schedule(lambda x, n: x, "1GiB", static_argnums=1)(X, [1])
+    assert_three_sentences(caught.value, "hash", "tuple")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"plan": 3}'])
+def test_a_file_that_holds_no_schedule_is_refused(tmp_path, text):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(poet_jax.PlanInvalid) as caught:
+        schedule(gradient, "1GiB").plan(W, X).from_json(path)
+    assert_three_sentences(caught.value, path, "Scheduled.plan")
+
+
 def test_storage_too_small_for_any_plan_is_named():
     planner = poet_jax.MilpPlanner(remat=False)
     schedule = poet_jax.schedule(gradient, "1GiB", **OPTIONS).plan(W, X)
@@ -242,7 +313,7 @@ def test_a_string_is_no_argument():
     ("batch", "facts"),
     [
         ((X[:, :3], X), ("[64, 16]", "[64, 3]")),
-        ((X, X, X), ("structure",)),
+        ((X, X, X), ("structure", "[0][1][2] is new")),
         ((X.astype(jnp.int32), X), ("float32", "int32")),
         ((jax.random.split(jax.random.key(0), 64), X), ("key<fry>",)),
     ],

@@ -5,6 +5,7 @@ has had to choose.
 """
 
 import pathlib
+from typing import Any
 
 from poet_jax.device import DeviceProfile
 from poet_jax.devices import paper as paper
@@ -27,3 +28,10 @@ ALL: dict[str, DeviceProfile] = {
     for name, profile in vars().copy().items()
     if isinstance(profile, DeviceProfile)
 }
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(
+        f"A device called {name} was asked for. The devices are {', '.join(ALL)}. Type "
+        "one of these, or DeviceProfile.load(path) for a board of your own."
+    )

@@ -22,7 +22,10 @@ from poet_jax.postpone import postpone
 from poet_jax.price import Costs
 from poet_jax.program import Instruction, Program, lower_actions, moving
 from poet_jax.simulate import Usage, alive_at_peak, simulate
-from poet_jax.units import format_bytes
+from poet_jax.units import format_bytes, rounded_up
+
+# A deadline is met up to what sums of seconds in another order differ by.
+ROUNDING = 1 + 1e-9
 
 
 def objective_of(usage: Usage, objective: str) -> float:
@@ -46,14 +49,15 @@ def least_objective(graph: Graph, costs: Costs, objective: str) -> float:
 def fits(usage: Usage, budget: Budget) -> bool:
     return (
         usage.peak_bytes <= budget.memory_bytes
-        and (budget.seconds is None or usage.seconds <= budget.seconds)
+        and (budget.seconds is None or usage.seconds <= budget.seconds * ROUNDING)
         and (budget.store_bytes is None or usage.store_bytes <= budget.store_bytes)
     )
 
 
 def is_too_late(costs: Costs, budget: Budget) -> bool:
     """Whether the deadline is shorter than one pass over the nodes."""
-    return budget.seconds is not None and budget.seconds < float(costs.seconds.sum())
+    least = float(costs.seconds.sum())
+    return budget.seconds is not None and least > budget.seconds * ROUNDING
 
 
 @dataclasses.dataclass
@@ -182,10 +186,12 @@ def budget_too_small(
     planner: str,
     *,
     least_bytes: int | None = None,
+    fastest: Plan | None = None,
 ) -> BudgetTooSmall:
     """The error for a budget under that of `smallest`, the leanest plan of a planner.
 
     `least_bytes` is proven to be needed; by default the planner has no leaner plan.
+    `fastest` is for a deadline that is missed: what fits without one, soonest.
     """
     node, alive = alive_at_peak(smallest.program, costs, smallest.usage)
     names = [graph.values[v].name for v in alive]
@@ -207,25 +213,37 @@ def budget_too_small(
             f", {smallest.usage.seconds:.3g} s and "
             f"{format_bytes(smallest.usage.store_bytes)} of storage"
         )
-    if is_too_late(costs, budget):
-        proven = (
-            f"Computing every node once takes {costs.seconds.sum():.6g} s, longer than "
-            f"that deadline, and the leanest plan takes {least} bytes"
+    problem = (
+        f"{proven}{limits}, at {node!r}, where {largest} are among the {len(alive)} "
+        "values alive"
+    )
+    wanted = f"a budget of at least {least}"
+    seconds = None
+    if fastest is not None:
+        seconds = fastest.objective
+        problem = (
+            f"The fastest plan that {planner} found for that memory takes "
+            f"{seconds:.6g} s, longer than that deadline, and none takes under "
+            f"{fastest.bound:.6g} s"
         )
+    elif is_too_late(costs, budget):
+        seconds = float(costs.seconds.sum())
+        problem = (
+            f"Computing every node once takes {seconds:.6g} s, longer than that "
+            "deadline"
+        )
+    if seconds is not None:
+        wanted = f"Budget(seconds=...) of at least {rounded_up(seconds)}"
+    elif limits:
+        wanted = f"a larger budget than these {least} bytes, seconds= or store_bytes="
     advice = "a smaller batch"
     if graph.arguments and not graph.donated:
         advice += ", or donate_argnums for the state that the step replaces"
     if planner != "MilpPlanner":
         advice += ", or poet_jax.MilpPlanner(), which may find a leaner plan"
-    wanted = f"a budget of at least {least}"
-    if is_too_late(costs, budget):
-        wanted = f"Budget(seconds=...) of at least {costs.seconds.sum():.6g}"
-    elif limits:
-        wanted = f"a larger budget than these {least} bytes, seconds= or store_bytes="
     return BudgetTooSmall(
-        f"A plan was asked for within {budget}. {proven}{limits}, at {node!r}, where "
-        f"{largest} are among the {len(alive)} values alive. Type {wanted}, or lower "
-        f"the need: {advice}.",
+        f"A plan was asked for within {budget}. {problem}. Type {wanted}, or lower the "
+        f"need: {advice}.",
         smallest_bytes=least,
         exact=exact,
         least_bytes=least if exact else int(least_bytes or 0),

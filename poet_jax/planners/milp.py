@@ -50,7 +50,8 @@ class MilpPlanner:
 
     Attributes:
       solver: "CBC" or "HIGHS" (`pip install "poet_jax[highs]"`).
-      time_limit_seconds: of the whole planning, heuristics included.
+      time_limit_seconds: of the whole planning, heuristics included; where no plan
+        meets a deadline, a quarter more goes to the fastest one.
       gap: relative distance from the bound at which a plan counts as optimal.
       objective: "energy" (joules) or "time" (seconds).
       remat, paging: False forbids that means.
@@ -197,8 +198,9 @@ class _Search:
             if self.best is None:
                 raise
             logger.warning("planning was interrupted: the best plan so far is used")
+        fastest = self.fastest()
         if self.best is None:
-            raise self.too_small()
+            raise self.too_small(fastest)
         return self.best.plan(
             "MilpPlanner",
             self.since,
@@ -207,6 +209,25 @@ class _Search:
             status=Status.OPTIMAL if self.is_optimal() else Status.FEASIBLE,
             statistics=self.statistics,
         )
+
+    def fastest(self) -> Plan | None:
+        """If no plan meets the deadline: the fastest for the same memory, considered.
+
+        Raises BudgetTooSmall if there is none for that memory.
+        """
+        if self.best is not None or self.budget.seconds is None:
+            return None
+        limit = self.planner.time_limit_seconds
+        planner = dataclasses.replace(
+            self.planner,
+            objective="time",
+            time_limit_seconds=max(self.seconds_left(), limit / 4),
+        )
+        budget = dataclasses.replace(self.budget, seconds=None)
+        parts = planner, self.graph, self.costs, budget
+        plan = _Search(*parts, time.monotonic()).plan(None)
+        self.consider(judge(self.graph, self.costs, plan.actions))
+        return plan
 
     def search(self) -> None:
         """Heuristics, then programs; the other way round for many nodes."""
@@ -304,7 +325,7 @@ class _Search:
     def raise_bound(self, bound: float) -> None:
         self.bound = max(self.bound, bound)
 
-    def too_small(self) -> BudgetTooSmall:
+    def too_small(self, fastest: Plan | None) -> BudgetTooSmall:
         """The error with the leanest plan: proven if it reaches a lower bound on
         bytes."""
         graph, costs = self.graph, self.costs
@@ -337,5 +358,11 @@ class _Search:
                 if not program.tighten(judged):
                     break
         return budget_too_small(
-            graph, costs, self.budget, leanest, "MilpPlanner", least_bytes=least
+            graph,
+            costs,
+            self.budget,
+            leanest,
+            "MilpPlanner",
+            least_bytes=least,
+            fastest=fastest,
         )

@@ -54,9 +54,9 @@ class Update:
 
     def __post_init__(self):
         for pattern, fraction in self.fractions.items():
-            if not 0 <= fraction <= 1:
+            if not (isinstance(fraction, int | float) and 0 <= fraction <= 1):
                 raise ValueError(
-                    f"The fraction {fraction} of {pattern!r} was to be trained. A "
+                    f"The fraction {fraction!r} of {pattern!r} was to be trained. A "
                     "fraction is between 0, nothing, and 1, everything. Type for "
                     f"example {{{pattern!r}: 0.25}}."
                 )

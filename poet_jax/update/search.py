@@ -194,6 +194,8 @@ def search(
         if chosen is None and schedule is not None:
             break  # nothing gains more, or the solver's time is up
         chosen = chosen or frozenset()
+        if schedule is not None and items.gain(chosen) <= least:
+            break  # by less than the solver's tolerance
         while schedule is None or items.gain(chosen) > least:
             planned += 1
             try:
