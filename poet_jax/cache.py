@@ -12,11 +12,14 @@ import numpy as np
 
 from poet_jax.compile import compile_nodes
 from poet_jax.device import DeviceProfile
-from poet_jax.errors import PlanInvalid
 from poet_jax.graph import Graph
 from poet_jax.machine import described, host
 from poet_jax.plan import Budget, Plan, Planner, plan_from_dict, plan_to_dict, save_json
 from poet_jax.price import Costs, costs_from_dict, costs_to_dict, price
+from poet_jax.program import lower
+
+# What reading a file that is damaged may raise; PlanInvalid is a ValueError.
+UNREADABLE = OSError, ValueError, LookupError, TypeError, AttributeError
 
 
 class PlanCache:
@@ -65,7 +68,7 @@ class PlanCache:
             for executable, seconds, nbytes in kept:  # as `price` leaves them
                 executable.seconds = float(seconds)
                 executable.workspace_bytes = int(nbytes)
-        except (OSError, ValueError, KeyError, TypeError):
+        except UNREADABLE:
             costs = price(graph, device if device is not None else host())
             save_json(path, costs_to_dict(costs))
         return costs
@@ -75,9 +78,10 @@ class PlanCache:
     ) -> Plan:
         """`planner(graph, costs, budget)`, or what that was before."""
         path = self.folder / f"plan-{plan_key(graph, costs, budget, planner)}.json"
-        unreadable = OSError, ValueError, KeyError, TypeError, PlanInvalid
-        with contextlib.suppress(*unreadable):
-            return plan_from_dict(graph, json.loads(path.read_text()))
+        with contextlib.suppress(*UNREADABLE):
+            plan = plan_from_dict(graph, json.loads(path.read_text()))
+            lower(graph, plan)  # is one that can run
+            return plan
         plan = planner(graph, costs, budget)
         save_json(path, plan_to_dict(graph, plan))
         return plan

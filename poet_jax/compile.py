@@ -218,11 +218,15 @@ def compile_units(graph: Graph, units: Sequence[Unit]) -> list[Executable]:
         for key, unit in zip(keys, units, strict=True)
         if key not in _executables
     }
+    wide = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+
+    def compiled(unit: Unit) -> Executable:
+        with jax.enable_x64(wide):  # a setting that a thread does not inherit
+            return Executable(graph, unit)
+
     workers = os.cpu_count() or 1
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
-        futures = {
-            pool.submit(Executable, graph, unit): key for key, unit in missing.items()
-        }
+        futures = {pool.submit(compiled, unit): key for key, unit in missing.items()}
         done = concurrent.futures.as_completed(futures)
         for future in counted(done, len(futures), "compiling"):
             _executables[futures[future]] = future.result()

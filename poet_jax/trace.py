@@ -43,6 +43,8 @@ def trace(fun: Callable, *args: Any, **kwargs: Any) -> Graph:
     jitted = fun if hasattr(fun, "trace") else jax.jit(fun)
     try:
         traced = jitted.trace(*args, **kwargs)
+    except CannotTrace:
+        raise  # says what is wrong better than what follows
     except Exception as error:
         name = getattr(fun, "__name__", type(fun).__name__)
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -110,7 +112,7 @@ class _Builder:
             if isinstance(operand, Literal):
                 operand = self.constant(operand.value, var.aval, f"literal{number}")
             # An output is the caller's own, to delete or donate.
-            if operand in self.constants or operand in kept:
+            if operand in self.constants or operand in kept or operand in outputs:
                 operand = self.copy(operand)
             outputs.append(operand)
         graph = Graph(

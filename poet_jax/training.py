@@ -23,7 +23,7 @@ def default_loss(model: Callable, batch: Any) -> jax.Array:
     `batch` is `(inputs, labels)`; the result is a scalar, the mean over the batch.
     """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
-        raise TypeError(
+        raise CannotTrace(
             f"The default loss was given a batch of type {type(batch).__name__}. It "
             "takes batch = (inputs, labels). Type train_step(model, budget, "
             "loss_fn=...) with a loss_fn(model, batch) for any other batch."
@@ -35,7 +35,7 @@ def default_loss(model: Callable, batch: Any) -> jax.Array:
             predictions, labels
         ).mean()
     if predictions.shape != labels.shape:
-        raise TypeError(
+        raise CannotTrace(
             f"The default loss was given predictions of shape {predictions.shape} and "
             f"labels of shape {labels.shape}. A mean squared error needs equal shapes, "
             "as broadcasting would compare every example with every other. Type for "

@@ -175,13 +175,22 @@ class Schedule:
         `Scheduled.plan`, or any planner, and read the saved plan into the result.
         Raises PlanInvalid if the file is of another graph.
         """
-        with open(path) as file:
-            data = json.load(file)
-        plan = plan_from_dict(self.graph, data["plan"])
-        costs = costs_from_dict(data["costs"])
-        budget = Budget(**data["budget"])
-        program = program_from_list(self.graph, data["program"])
-        return Schedule.of(self.graph, costs, budget, plan, program)
+        try:
+            with open(path) as file:
+                data = json.load(file)
+            plan = plan_from_dict(self.graph, data["plan"])
+            costs = costs_from_dict(data["costs"])
+            budget = Budget(**data["budget"])
+            program = program_from_list(self.graph, data["program"])
+            return Schedule.of(self.graph, costs, budget, plan, program)
+        except PlanInvalid:
+            raise
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise PlanInvalid(
+                f"{os.fspath(path)} was to be read as a schedule, and it is not one: "
+                f"{type(error).__name__}: {error}. Schedule.to_json writes files that "
+                "can be read. Plan again with Scheduled.plan(...), and save that."
+            ) from error
 
 
 def make_schedule(
@@ -282,6 +291,17 @@ PASSES: tuple[Pass, ...] = (
 )
 
 
+# What of JAX's configuration decides what a function is traced to.
+SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+)
+
+
 class Scheduled:
     """A function that runs within a budget; made by `schedule`.
 
@@ -303,6 +323,7 @@ class Scheduled:
         **jit_options: Any,
     ):
         functools.update_wrapper(self, fun)
+        _check_options(device, planner, executor)
         self._name = getattr(fun, "__name__", type(fun).__name__)
         self._fun = fun
         parse_budget(budget)
@@ -370,9 +391,10 @@ class Scheduled:
         if type(runner) is WholeStep:  # nothing more here: steps may take a millisecond
             try:
                 return runner(*args, **kwargs)
-            except NotPlanned:
+            except (NotPlanned, TypeError):  # TypeError: no argument for jax.jit
                 pass
-        if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
+        traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
+        if traced or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return self._jitted(*args, **kwargs)
         try:
             return self._run(args, kwargs)
@@ -401,7 +423,17 @@ class Scheduled:
     def _key(self, args, kwargs):
         dynamic = self._static.remove(args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
-        return self._static.keep(args, kwargs), tree, tuple(map(_aval, leaves))
+        static = self._static.keep(args, kwargs)
+        try:
+            hash(static)
+        except TypeError as error:
+            raise ValueError(
+                f"{self._name} was called with a static argument that has no hash: "
+                f"{error}. A static argument is compared with those of earlier calls. "
+                "Give a tuple in place of a list, or do not make it static."
+            ) from error
+        settings = {name: getattr(jax.config, name) for name in SETTINGS}
+        return static, tree, tuple(map(_aval, leaves)), tuple(settings.items())
 
     def _plan(self, key, args, kwargs) -> Schedule:
         if key not in self._schedules:
@@ -492,6 +524,22 @@ class Scheduled:
         return at_home(graph, paged)
 
 
+def _check_options(device: Any, planner: Any, executor: Any) -> None:
+    """Raises TypeError for a name where an object is expected."""
+    for name, given, kind, right, example in (
+        ("device", device, "DeviceProfile", isinstance(device, DeviceProfile),
+         "poet_jax.devices.RASPBERRY_PI_4"),
+        ("planner", planner, "planner", callable(planner), "poet_jax.MilpPlanner()"),
+        ("executor", executor, "HostExecutor", callable(executor),
+         "poet_jax.HostExecutor()"),
+    ):  # fmt: skip
+        if given is not None and not right:
+            raise TypeError(
+                f"A step was asked for with {name}={given!r}. What it takes is an "
+                f"object, a {kind}. Type for example {name}={example}."
+            )
+
+
 class _StaticArguments:
     """Which arguments are static, by position and by name, as `jax.jit` infers it."""
 
@@ -556,23 +604,57 @@ def _difference(old: Any, new: Any) -> str:
     if old is None:
         return ""
     if old[0] != new[0]:
-        before, after = (
-            ", ".join(f"{name}={_brief(x)}" for name, x, _ in (*nums, *names))
-            for nums, names in (old[0], new[0])
+        known = {name: x for statics in old[0] for name, x, _ in statics}
+        return (
+            _some(
+                _change(name, known.get(name), x)
+                for statics in new[0]
+                for name, x, _ in statics
+                if known.get(name) != x
+            )
+            or "the static arguments"
         )
-        return f"the static arguments were {before}, now {after}"
+    if old[3] != new[3]:
+        return _some(
+            _change(name, was, now)
+            for (name, was), (_, now) in zip(old[3], new[3], strict=True)
+            if was != now
+        )
     if old[1] != new[1]:
-        return f"the arguments' structure was {old[1]}, now {new[1]}"
-    numbered = jax.tree.unflatten(new[1], range(len(new[2])))
-    names = [
-        jax.tree_util.keystr(path)
-        for path, _ in jax.tree_util.tree_leaves_with_path(numbered)
-    ]
-    changes = [
-        f"{name} was {_show(a)}, now {_show(b)}"
-        for name, a, b in zip(names, old[2], new[2], strict=True)
+        return _change("the structure", old[1], new[1])
+    return _some(
+        f"{path} was {_show(a)}, now {_show(b)}"
+        for path, a, b in zip(_paths(new[1]), old[2], new[2], strict=True)
         if a != b
-    ]
+    )
+
+
+def _change(name: Any, old: Any, new: Any) -> str:
+    """What differs between two static values, or two structures of arguments."""
+    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+        pairs = [(a, b) for a, b in zip(old, new, strict=True) if a != b]
+        if pairs:
+            return _change(name, *pairs[0])
+    if isinstance(old, jax.tree_util.PyTreeDef) and type(new) is type(old):
+        before, after = _paths(old), _paths(new)
+        changes = [f"{path} is gone" for path in before if path not in after]
+        changes += [f"{path} is new" for path in after if path not in before]
+        if changes:
+            return f"the structure, where {_some(changes)}"
+    if _brief(old) == _brief(new):
+        return f"{name} was one {_brief(old)}, now is another"
+    return f"{name} was {_brief(old)}, now {_brief(new)}"
+
+
+def _paths(tree: Any) -> list[str]:
+    """Of each leaf of a tree of (positional, keyword) arguments: `[0]['image']`."""
+    numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
+    leaves = jax.tree_util.tree_leaves_with_path(numbered)
+    return [jax.tree_util.keystr(path) for path, _ in leaves]
+
+
+def _some(changes: Iterable[str]) -> str:
+    changes = list(changes)
     return "; ".join(changes[:3]) + (" and more" if len(changes) > 3 else "")
 
 

@@ -1,7 +1,9 @@
 """`schedule` is a drop-in for `jax.jit`, under a budget that makes it work for it."""
 
+import concurrent.futures
 import functools
 import logging
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -391,7 +393,7 @@ def warnings_of(caplog):
     [
         ({"x": X[:32]}, "[64, 16], now float32[32, 16]"),
         ({"x": X.astype(jnp.bfloat16)}, "bfloat16"),
-        ({"x": X, "y": None, "z": X}, "structure"),
+        ({"x": X, "y": None, "z": X}, "structure, where [0][0]['z'] is new"),
     ],
     ids=["shape", "dtype", "tree"],
 )
@@ -437,6 +439,67 @@ def test_it_may_be_called_with_arrays_while_another_function_is_traced():
     for _ in range(2):  # before it has run by itself, and after
         assert_same(jax.jit(lambda: scheduled(x))(), jnp.sin(x))
         assert_same(scheduled(x), jnp.sin(x))
+
+
+def test_threads_may_share_a_step_that_is_one_executable():
+    """Each donates its own state, which another thread's call may have to wait for."""
+    scheduled = schedule(lambda w: {"w": w + 1}, "1GiB", donate_argnums=0)
+    scheduled(jnp.zeros(8))
+
+    def train(_):
+        w = jnp.zeros(8)
+        for _ in range(200):
+            w = scheduled(w)["w"]
+        return float(w[0])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(train, range(8))) == [200.0] * 8
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.parametrize("fuse", [True, False], ids=["one executable", "by node"])
+def test_a_setting_of_jax_counts_as_under_jit(fuse):
+    def fun(x):
+        return jnp.tanh(x @ x).astype(float) * 0.1
+
+    scheduled = schedule(fun, "1GiB", executor=poet_jax.HostExecutor(fuse=fuse))
+    x = np.ones((4, 4), np.float32)
+    for _ in range(2):
+        assert scheduled(x).dtype == jnp.float32
+        with jax.enable_x64(True):
+            assert scheduled(x).dtype == jnp.float64
+    with jax.disable_jit():
+        assert_same(scheduled(x), fun(x))
+
+
+@pytest.mark.parametrize("fuse", [True, False], ids=["one executable", "by node"])
+def test_a_nan_stops_the_step_where_jax_is_asked_to(fuse):
+    scheduled = schedule(
+        lambda x: jnp.log(x).sum(), "1GiB", executor=poet_jax.HostExecutor(fuse=fuse)
+    )
+    with jax.debug_nans(True):
+        assert scheduled(np.ones(3, np.float32)) == 0
+        with pytest.raises(FloatingPointError):
+            scheduled(-np.ones(3, np.float32))
+
+
+@pytest.mark.parametrize("fuse", [True, False], ids=["one executable", "by node"])
+def test_an_output_given_twice_is_two_arrays(fuse):
+    """Donating one of them leaves the other."""
+
+    def step(w):
+        new = w * 2
+        return new, {"copy": new}
+
+    executor = poet_jax.HostExecutor(fuse=fuse)
+    scheduled = schedule(step, "1GiB", donate_argnums=0, executor=executor)
+    new, aux = scheduled(jnp.ones(400))
+    scheduled(new)
+    assert_same(aux["copy"], 2 * jnp.ones(400))
 
 
 def test_it_may_close_over_a_tracer():

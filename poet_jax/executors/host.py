@@ -227,6 +227,14 @@ class Runner:
     def run(self, leaves: list[Any]) -> list[Any]:
         """Flat arguments to flat outputs, each a jax.Array or a PagedArray."""
         start = time.perf_counter()
+        for value, leaf in zip(self.program.graph.arguments, leaves, strict=True):
+            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+                raise RuntimeError(
+                    f"{self.program.graph.values[value].name} was given as an array "
+                    f"of shape {leaf.shape} that has been deleted. An argument that "
+                    "was donated to an earlier call is gone. Use what that call "
+                    "returned."
+                )
         pool, self._pool = self._pool, None  # a second thread gets a pool of its own
         if pool is None:
             workspaces = {row: x.block_bytes for row, x in self.calls.items()}
@@ -349,7 +357,19 @@ class _Step:
             if not self.let_go(self.arrays.pop(old)):
                 number = unit.reads.index(old)
                 operands[number] = jax.numpy.copy(operands[number])
-        results = executable(*operands, into=into)
+        try:
+            results = executable(*operands, into=into)
+        except Exception as error:
+            config: Any = jax.config
+            if config.jax_debug_nans or config.jax_debug_infs:
+                names = [self.graph.nodes[n].name for n in unit.nodes]
+                raise FloatingPointError(
+                    f"JAX was asked to stop at the first NaN or infinity, and "
+                    f"{' to '.join(dict.fromkeys((names[0], names[-1])))} made one. "
+                    "Which operation it was, jax.jit can say. Run the same function "
+                    "under jax.jit, without a budget."
+                ) from error
+            raise
         # XLA runs ahead otherwise, and allocates the results of later nodes early.
         jax.block_until_ready(results)
         self.stop_seconds[self.row] = self.clock()

@@ -116,8 +116,14 @@ class WholeStep:
 
     def _wait(self) -> None:
         """Until the latest call has ended. All its results are ready at once."""
-        if self._awaited is not None and not self._awaited.is_deleted():
-            self._awaited.block_until_ready()
+        awaited = self._awaited
+        if awaited is None or awaited.is_deleted():
+            return
+        try:
+            awaited.block_until_ready()
+        except RuntimeError:
+            if not awaited.is_deleted():  # another thread may have donated it
+                raise
 
 
 def whole_step(
