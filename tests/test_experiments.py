@@ -1,9 +1,12 @@
 """The experiments' models, data and training program."""
 
+import ast
+import contextlib
 import csv
 import dataclasses
 import json
 import math
+import pathlib
 import pickle
 import subprocess
 import sys
@@ -455,3 +458,14 @@ def test_an_instance_is_explained(tmp_path, capsys):
     assert "- a (8 B), keep: Freeing it while it is idle" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="Type a budget of at least 24"):
         run_explain(tmp_path, instance=str(path), budget="60%", planner="greedy")
+
+
+@pytest.mark.parametrize(
+    "path", sorted(pathlib.Path(train.__file__).parent.glob("*.py"))
+)
+def test_help_says_what_the_program_says_of_itself(path):
+    """absl takes a percent sign before some letters for the program's name."""
+    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    count = text.count("%") - 2 * text.count("%%")
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        assert "the program" not in text % (("the program",) * count)
