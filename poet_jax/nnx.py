@@ -20,8 +20,8 @@ from poet_jax.training import (
 )
 from poet_jax.transform import Schedule, Scheduled
 from poet_jax.transform import schedule as schedule_function
+from poet_jax.update.items import Beneath
 from poet_jax.update.scheme import UpdateLike, parse_update
-from poet_jax.update.search import Beneath
 
 
 class ScheduledModules:
