@@ -25,7 +25,7 @@ import poet_jax
 from experiments import train
 from experiments.models import load_for_model, loss_fn, make_model
 from poet_jax.reasons import ESTIMATE
-from poet_jax.transform import make_schedule
+from poet_jax.schedule import make_schedule
 
 DRAWN_NODES = 300  # more take Graphviz minutes
 

@@ -37,19 +37,14 @@ from poet_jax.planners.sqrt import sqrt
 from poet_jax.price import Costs, load_instance, price
 from poet_jax.program import Fused, Program, lower
 from poet_jax.recompute import recompute
+from poet_jax.schedule import Schedule
 from poet_jax.simulate import Usage, simulate
 from poet_jax.state import init_paged, to_storage
 from poet_jax.store import FileStore, HostStore
 from poet_jax.stream import stream
 from poet_jax.trace import trace
 from poet_jax.train_step import train_step
-from poet_jax.transform import (
-    PASSES,
-    Schedule,
-    Scheduled,
-    schedule,
-    value_and_grad,
-)
+from poet_jax.transform import PASSES, Scheduled, schedule, value_and_grad
 
 __all__ = [
     "PASSES",

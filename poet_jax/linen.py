@@ -12,6 +12,7 @@ from poet_jax.effects import Effects
 from poet_jax.executors.host import Run
 from poet_jax.part import EVERYTHING, Part
 from poet_jax.plan import BudgetLike
+from poet_jax.schedule import Schedule
 from poet_jax.state import init_paged
 from poet_jax.store import PageStore
 from poet_jax.training import (
@@ -21,7 +22,6 @@ from poet_jax.training import (
     default_optimizer,
     scalar_and_aux,
 )
-from poet_jax.transform import Schedule
 from poet_jax.transform import schedule as schedule_function
 from poet_jax.update.items import Beneath
 from poet_jax.update.scheme import UpdateLike, parse_update

@@ -13,12 +13,13 @@ from poet_jax.executors.host import Run
 from poet_jax.paged import in_ram
 from poet_jax.part import EVERYTHING, Part
 from poet_jax.plan import BudgetLike
+from poet_jax.schedule import Schedule
 from poet_jax.training import (
     default_loss,
     default_optimizer,
     scalar_and_aux,
 )
-from poet_jax.transform import Schedule, Scheduled
+from poet_jax.transform import Scheduled
 from poet_jax.transform import schedule as schedule_function
 from poet_jax.update.items import Beneath
 from poet_jax.update.scheme import UpdateLike, parse_update

@@ -17,8 +17,8 @@ from toy import OPTIONS, W, X, gradient
 import poet_jax
 from poet_jax.dot import to_dot
 from poet_jax.perfetto import trace_events
+from poet_jax.schedule import make_schedule
 from poet_jax.timeline import timeline
-from poet_jax.transform import make_schedule
 
 
 def schedules(problem):

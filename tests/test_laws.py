@@ -25,7 +25,7 @@ from strategies import (
 import poet_jax
 from poet_jax.plan import plan_from_dict, plan_to_dict
 from poet_jax.planners.judge import keep_everything, least_objective
-from poet_jax.transform import make_schedule
+from poet_jax.schedule import make_schedule
 
 by_planner = pytest.mark.parametrize("name", PLANNERS)
 by_solver = pytest.mark.parametrize("solver", ["CBC", "HIGHS"])

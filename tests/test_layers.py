@@ -17,8 +17,8 @@ LAYERS = """
     executors executors.buffers
     executors.host executors.whole explain effects reasons timeline matrices figures dot
     perfetto report stream rewrite narrow associate fold state
-    pareto cache transform training part blocks update.scheme update.items
-    update.search update
+    pareto cache schedule arguments transform training part blocks
+    update.scheme update.items update.search update
     nnx linen train_step
     __init__
 """.split()

@@ -13,8 +13,9 @@ from poet_jax.plan import parse_budget
 from poet_jax.planners.choice import Choice
 from poet_jax.planners.judge import keep_everything
 from poet_jax.price import Costs
+from poet_jax.schedule import Schedule, make_schedule
 from poet_jax.trace import path_name, without_dead_code
-from poet_jax.transform import Schedule, Scheduled, make_schedule
+from poet_jax.transform import Scheduled
 from poet_jax.update.scheme import Update, matches
 
 NEVER = -1  # the item of what gains nothing

@@ -28,7 +28,7 @@ from poet_jax.planners.lift import crests
 from poet_jax.planners.milp import MilpPlanner
 from poet_jax.planners.solver import xsum
 from poet_jax.price import Costs
-from poet_jax.transform import Schedule
+from poet_jax.schedule import Schedule
 from poet_jax.units import format_count
 from poet_jax.update.items import Items
 from poet_jax.update.scheme import Update

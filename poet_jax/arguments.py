@@ -1,0 +1,159 @@
+"""Which arguments are static, and which calls need a plan of their own."""
+
+import inspect
+import reprlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from poet_jax.paged import PagedArray
+
+# What of JAX's configuration decides what a function is traced to.
+SETTINGS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_numpy_dtype_promotion",
+    "jax_numpy_rank_promotion",
+    "jax_default_prng_impl",
+    "jax_threefry_partitionable",
+)
+
+
+class StaticArguments:
+    """Which arguments are static, by position and by name, as `jax.jit` infers it."""
+
+    def __init__(
+        self, fun, *, static_argnums=(), static_argnames=(), donate_argnums=()
+    ):
+        nums = {static_argnums} if isinstance(static_argnums, int) else static_argnums
+        names = (
+            {static_argnames} if isinstance(static_argnames, str) else static_argnames
+        )
+        self.nums, self.names = set(nums), set(names)
+        try:
+            parameters = list(inspect.signature(fun).parameters)
+        except (TypeError, ValueError):
+            parameters = []
+        if self.names and not self.nums:
+            self.nums = {i for i, name in enumerate(parameters) if name in self.names}
+        elif self.nums and not self.names:
+            self.names = {parameters[i] for i in self.nums if i < len(parameters)}
+
+    def _is_static(self, number: int, args: Sequence) -> bool:
+        return number in self.nums or number - len(args) in self.nums
+
+    def remove(self, args, kwargs):
+        """The other arguments."""
+        return (
+            tuple(x for i, x in enumerate(args) if not self._is_static(i, args)),
+            {name: x for name, x in kwargs.items() if name not in self.names},
+        )
+
+    def key(self, args, kwargs) -> tuple:
+        """Equal for two calls that one plan serves."""
+        leaves, tree = jax.tree.flatten(self.remove(args, kwargs))
+        static = self._kept(args, kwargs)
+        try:
+            hash(static)
+        except TypeError as error:
+            raise ValueError(
+                f"A call had a static argument that has no hash: {error}. A static "
+                "argument is compared with those of earlier calls. Give a tuple in "
+                "place of a list, or do not make it static."
+            ) from error
+        settings = tuple((name, getattr(jax.config, name)) for name in SETTINGS)
+        return static, tree, tuple(map(_aval, leaves)), settings
+
+    def _kept(self, args, kwargs):
+        return (
+            tuple(
+                (i, x, type(x)) for i, x in enumerate(args) if self._is_static(i, args)
+            ),
+            tuple(
+                (n, x, type(x)) for n, x in sorted(kwargs.items()) if n in self.names
+            ),
+        )
+
+
+def _aval(leaf: Any) -> Any:
+    if isinstance(leaf, PagedArray):
+        return leaf.shape, f"{leaf.dtype} on storage", False
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.shape, str(leaf.dtype), bool(getattr(leaf, "weak_type", False))
+    try:
+        aval = jax.typeof(leaf)
+    except TypeError:
+        return type(leaf), "", False
+    dtype = str(jax.dtypes.canonicalize_dtype(aval.dtype, allow_extended_dtype=True))
+    return aval.shape, dtype, bool(getattr(aval, "weak_type", False))
+
+
+def difference(old: Any, new: Any) -> str:
+    """Why `new` needs a plan of its own, in words; empty if `old` is None."""
+    if old is None:
+        return ""
+    if old[0] != new[0]:
+        known = {name: x for statics in old[0] for name, x, _ in statics}
+        return (
+            _some(
+                _change(name, known.get(name), x)
+                for statics in new[0]
+                for name, x, _ in statics
+                if known.get(name) != x
+            )
+            or "the static arguments"
+        )
+    if old[3] != new[3]:
+        return _some(
+            _change(name, was, now)
+            for (name, was), (_, now) in zip(old[3], new[3], strict=True)
+            if was != now
+        )
+    if old[1] != new[1]:
+        return _change("the structure", old[1], new[1])
+    return _some(
+        f"{path} was {_show(a)}, now {_show(b)}"
+        for path, a, b in zip(_paths(new[1]), old[2], new[2], strict=True)
+        if a != b
+    )
+
+
+def _change(name: Any, old: Any, new: Any) -> str:
+    """What differs between two static values, or two structures of arguments."""
+    if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
+        pairs = [(a, b) for a, b in zip(old, new, strict=True) if a != b]
+        if pairs:
+            return _change(name, *pairs[0])
+    if isinstance(old, jax.tree_util.PyTreeDef) and type(new) is type(old):
+        before, after = _paths(old), _paths(new)
+        changes = [f"{path} is gone" for path in before if path not in after]
+        changes += [f"{path} is new" for path in after if path not in before]
+        if changes:
+            return f"the structure, where {_some(changes)}"
+    if _brief(old) == _brief(new):
+        return f"{name} was one {_brief(old)}, now is another"
+    return f"{name} was {_brief(old)}, now {_brief(new)}"
+
+
+def _paths(tree: Any) -> list[str]:
+    """Of each leaf of a tree of (positional, keyword) arguments: `[0]['image']`."""
+    numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
+    leaves = jax.tree_util.tree_leaves_with_path(numbered)
+    return [jax.tree_util.keystr(path) for path, _ in leaves]
+
+
+def _some(changes: Iterable[str]) -> str:
+    changes = list(changes)
+    return "; ".join(changes[:3]) + (" and more" if len(changes) > 3 else "")
+
+
+def _brief(x: Any) -> str:
+    return reprlib.repr(x) if isinstance(x, str | int | float) else type(x).__name__
+
+
+def _show(aval) -> str:
+    shape, dtype, weak = aval
+    return f"{dtype}{list(shape) if isinstance(shape, tuple) else shape}" + (
+        " (weak)" if weak else ""
+    )
