@@ -5,12 +5,11 @@ import os
 import pathlib
 import shutil
 import subprocess
-from collections import Counter
 
 from poet_jax.explain import decisions
 from poet_jax.figures import COLOURS, LABELS
 from poet_jax.price import Costs
-from poet_jax.program import Program, computed
+from poet_jax.program import Program
 from poet_jax.units import format_bytes, format_joules, format_seconds
 
 DRAWN = (".svg", ".png", ".pdf")
@@ -29,7 +28,6 @@ def to_dot(program: Program, costs: Costs) -> str:
     graph = program.graph
     given = (*graph.arguments, *graph.constants, *graph.stored)
     kinds = dict.fromkeys(given, "argument") | decisions(program)
-    runs = Counter(node for x in program.instructions for node in computed(x))
     styles = ", ".join(f"{LABELS[k]} {STYLES[k]}" for k in ("keep", "remat", "page"))
     legend = f"Values: {styles}, the thicker the larger. Energies are modelled."
     curved = "true" if len(graph.nodes) <= CURVED else "line"
@@ -48,8 +46,8 @@ def to_dot(program: Program, costs: Costs) -> str:
             f"{format_joules(costs.joules[number])}"
         )
         label, colour = f"{number} {node.name}\n{cost}", COLOURS["keep"] + "40"
-        if runs[number] > 1:
-            label += f"\nruns {runs[number]} times"
+        if program.runs[number] > 1:
+            label += f"\nruns {program.runs[number]} times"
             colour = COLOURS["remat"]
         lines.append(
             f"  n{number} [label={_quoted(label)}, fillcolor={_quoted(colour)}];"

@@ -5,7 +5,7 @@ from collections import Counter
 from poet_jax.graph import Graph
 from poet_jax.plan import Budget, PageIn, Plan
 from poet_jax.price import node_flops
-from poet_jax.program import Program, computed
+from poet_jax.program import Program
 from poet_jax.simulate import Usage
 from poet_jax.units import format_bytes, format_count, format_joules, format_seconds
 
@@ -16,9 +16,8 @@ def decisions(program: Program) -> dict[int, str]:
     A value is paged if it is read back from storage, rematerialised if its node runs
     more than once, kept otherwise.
     """
-    runs = Counter(node for x in program.instructions for node in computed(x))
     result = {
-        v: "keep" if runs[number] < 2 else "remat"
+        v: "keep" if program.runs[number] < 2 else "remat"
         for number, node in enumerate(program.graph.nodes)
         for v in node.writes
     }

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -81,10 +82,14 @@ class Program:
         return sum(bool(computed(x)) for x in self.instructions)
 
     @functools.cached_property
+    def runs(self) -> Counter[int]:
+        """How often each node runs."""
+        return Counter(node for x in self.instructions for node in computed(x))
+
+    @functools.cached_property
     def recomputed(self) -> int:
         """How many `Compute`s run a node again."""
-        computes = [node for x in self.instructions for node in computed(x)]
-        return len(computes) - len(set(computes))
+        return self.runs.total() - len(self.runs)
 
     def writes(self, instruction: Instruction) -> tuple[int, ...]:
         """The values that an instruction computes and leaves in RAM."""

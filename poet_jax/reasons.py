@@ -1,14 +1,13 @@
 """For each value the decision, what it costs, and what else it would have cost."""
 
 import dataclasses
-from collections import Counter
 
 from poet_jax.explain import decisions
 from poet_jax.graph import Graph
 from poet_jax.plan import Compute, Free, PageIn, PageOut, Plan
 from poet_jax.planners.judge import judge
 from poet_jax.price import Costs
-from poet_jax.program import Program, computed
+from poet_jax.program import Program
 from poet_jax.simulate import Usage
 from poet_jax.units import format_bytes, format_joules, format_seconds
 
@@ -53,7 +52,7 @@ def reasons(graph: Graph, costs: Costs, plan: Plan) -> tuple[Reason, ...]:
     judged = judge(graph, costs, plan.actions)
     lives = _lives(judged.program, judged.usage)
     made = decisions(judged.program)
-    runs = Counter(node for x in judged.program.instructions for node in computed(x))
+    runs = judged.program.runs
     result = []
     for value, life in enumerate(lives):
         again = runs[graph.producer[value]] - 1 if value in graph.producer else 0
