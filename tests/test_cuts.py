@@ -1,6 +1,7 @@
 """The program of cuts: its minimum is a bound, and its solutions become real plans."""
 
 import math
+import time
 from unittest import mock
 
 import numpy as np
@@ -66,6 +67,38 @@ def test_rounds_prove_no_more_than_is_true(case, horizon):
         plan = attempt(poet_jax.MilpPlanner(), graph, costs, budget)
     if isinstance(exact, poet_jax.Plan) and isinstance(plan, poet_jax.Plan):
         assert plan.bound <= exact.objective * (1 + 1e-6)
+
+
+@settings(max_examples=10)
+@given(case=budgeted_graphs(min_nodes=8, max_nodes=12, static_watts=(0.0,)))
+def test_a_round_that_was_too_short_is_tried_again_for_longer(case):
+    """Of a solver that finds nothing in less than three rounds' time."""
+    graph, costs, budget = case
+    given = []
+
+    def slow(model, seconds, *args, **kwargs):
+        given.append(seconds)
+        if seconds < 0.25:
+            time.sleep(seconds)
+            return solvers.Solution()
+        return optimize(model, seconds, *args, **kwargs)
+
+    optimize = solvers.Model.optimize
+    with (
+        mock.patch.object(milp, "EXACT_NODES", 0),
+        mock.patch.object(rounds, "LEAST_SECONDS", 0.03),
+        mock.patch.object(rounds, "SHARE", 0.0),
+        mock.patch.object(solvers.Model, "optimize", slow),
+    ):
+        plan = attempt(poet_jax.MilpPlanner(), graph, costs, budget)
+    reference = attempt(poet_jax.MilpPlanner("HIGHS"), graph, costs, budget)
+    if (
+        isinstance(plan, poet_jax.Plan)
+        and isinstance(reference, poet_jax.Plan)
+        and given
+    ):
+        assert max(given) >= 0.25
+        assert plan.bound <= reference.objective * (1 + 1e-6)
 
 
 @settings(max_examples=60)

@@ -243,8 +243,12 @@ class _Search:
                 logger.warning("%s found no plan; the best heuristic's is used", solver)
 
     def heuristics(self) -> None:
-        """Evictions with each means alone and both, for an incumbent to start from."""
+        """Evictions with each means alone and both, for an incumbent to start from; no
+        more of them once they have one and took a tenth of the time."""
+        enough = 0.9 * self.planner.time_limit_seconds
         for remat, paging in self.modes():
+            if self.best is not None and self.seconds_left() < enough:
+                return
             self.consider_repaired(
                 evict(
                     self.graph,

@@ -23,6 +23,10 @@ HORIZON = 40
 # before as much is left free at all.
 RESERVING_ROUNDS = 8
 
+# A round has this share of the time limit, and so many seconds at least; three times as
+# much where it ended without a solution.
+SHARE, LEAST_SECONDS = 1 / 6, 5.0
+
 # Relative gap at which the solver leaves a round as long as plans need more cuts, and
 # for the smallest budget.
 COARSE_GAP = 3e-4
@@ -63,7 +67,7 @@ class Rounds:
         self.failing_bytes, self.fitting_bytes = 0, None  # reserves of earlier rounds
         self.reserves: Counter[tuple[int, int]] = Counter()  # see `Cuts`
         self.tries = RESERVING_ROUNDS
-        self.share = max(5.0, planner.time_limit_seconds / 6)  # seconds of a round
+        self.share = max(LEAST_SECONDS, planner.time_limit_seconds * SHARE)
         self.gap = max(COARSE_GAP, planner.gap / 2)
         self.statistics = {"rounds": 0}
 
@@ -113,7 +117,8 @@ class Rounds:
           stopped: whether the solver ran out of the round's time.
         """
         if judged is None:
-            return self.reserve_less()
+            self.share *= 3 if stopped else 1
+            return self.reserve_less() or stopped
         limit = round(bound) if self.budget is None else self.budget.memory_bytes
         over = judged.usage.peak_bytes - limit
         if over > 0 and self.may_grow():
