@@ -57,8 +57,9 @@ class Scheduled:
     """A function that runs within a budget; made by `schedule`.
 
     Like the result of `jax.jit`, it is traced and planned at the first call, and again
-    when the structure, shapes, dtypes or static arguments change. Under an outer JAX
-    transformation it is the plain jitted function.
+    when the structure, shapes, dtypes, static arguments or settings of JAX change.
+    Under an outer JAX transformation, and where jit is disabled, it is the plain jitted
+    function.
     """
 
     def __init__(
