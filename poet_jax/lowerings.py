@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -103,7 +104,7 @@ def _read(path) -> dict[str, str]:
 def _write(path, chosen: dict[str, str]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
+        part = path.with_suffix(f".{os.getpid()}.part")
         part.write_text(json.dumps(chosen, indent=1))
         part.replace(path)
     except OSError:  # measured again at the next start
