@@ -244,8 +244,8 @@ class _Search:
 
     def heuristics(self) -> None:
         """Evictions with each means alone and both, for an incumbent to start from; no
-        more of them once they have one and took a tenth of the time."""
-        enough = 0.9 * self.planner.time_limit_seconds
+        more of them once they have one and took a quarter of the time."""
+        enough = 0.75 * self.planner.time_limit_seconds
         for remat, paging in self.modes():
             if self.best is not None and self.seconds_left() < enough:
                 return
@@ -265,7 +265,7 @@ class _Search:
         remat, paging = self.planner.remat, self.planner.paging
         if len(self.graph.nodes) > MANY_NODES:
             return [(remat, paging)]
-        return sorted({(remat, paging), (remat, False), (False, paging)})
+        return sorted({(remat, paging), (remat, False), (False, paging)}, reverse=True)
 
     def solve(self) -> None:
         if self.budget.memory_bytes >= floor_bytes(self.graph, self.costs):
