@@ -34,9 +34,11 @@ class Unit:
     replaces: tuple[tuple[int, int], ...] = ()
 
     @classmethod
-    def of(cls, graph: Graph, number: int) -> "Unit":
+    def of(
+        cls, graph: Graph, number: int, replaces: tuple[tuple[int, int], ...] = ()
+    ) -> "Unit":
         node = graph.nodes[number]
-        return cls((number,), node.reads, node.writes)
+        return cls((number,), node.reads, node.writes, replaces)
 
 
 def signature(graph: Graph, unit: Unit) -> tuple:

@@ -9,7 +9,6 @@ nodes in turn; it is used where XLA's own analysis says that the budget holds.
 import dataclasses
 import functools
 import os
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 
 from poet_jax.compile import (
@@ -18,9 +17,9 @@ from poet_jax.compile import (
     Unit,
     compile_nodes,
     compile_units,
-    is_plain,
 )
 from poet_jax.graph import Graph, Literal, Node
+from poet_jax.in_place import pairs
 from poet_jax.plan import Compute, Free, PageIn, PageOut
 from poet_jax.postpone import postpone
 from poet_jax.price import Costs
@@ -29,8 +28,6 @@ from poet_jax.simulate import simulate
 
 # A run that XLA gave more memory than guessed is guessed again with this margin.
 MARGIN = 1.1
-# Each element of their result depends on others than the operand's at its place.
-NOT_IN_PLACE = ("dot_general", "conv_general_dilated", "transpose", "rev", "gather")
 
 
 def fuse(program: Program, costs: Costs, memory_bytes: float) -> Program:
@@ -162,49 +159,14 @@ class Stretch:
     def unit(self) -> Unit:
         """What is compiled: a result takes the memory of an equal operand that is not
         read after the result is made, and goes, and is not being copied to storage.
-
-        Of several the one read last, as an update's own old value is: XLA would copy
-        one that is read later, and that takes more time than the update.
         """
-        values = self.program.graph.values
-        made = [v for n in self.nodes for v in self.program.graph.nodes[n].writes]
+        graph = self.program.graph
+        nodes = [graph.nodes[number] for number in self.nodes]
+        made = [v for node in nodes for v in node.writes]
         writes = tuple(v for v in made if v not in self.freed)
         reads = self.program.reads(Fused(self.nodes, writes))
-        last_read, written = self._places()
-        free = defaultdict(list)
-        for value in sorted(self.freed.keys() & set(reads), reverse=True):
-            if value not in self.saved:
-                free[values[value].kind].append(value)
-        replaced: dict[int, int] = {}
-        for value in sorted(writes, key=written.__getitem__):
-            olds = free[values[value].kind]
-            dead = [old for old in olds if last_read.get(old, 0) <= written[value]]
-            if dead and is_plain(values[value].dtype):
-                replaced[value] = max(dead, key=lambda old: last_read.get(old, 0))
-                olds.remove(replaced[value])
-        replaces = tuple((replaced[v], v) for v in writes if v in replaced)
-        return Unit(self.nodes, reads, writes, replaces)
-
-    def _places(self) -> tuple[dict[int, int], dict[int, int]]:
-        """Of each value: the equation that reads it last, or the next one if that could
-        not write over it, and the one that writes it."""
-        last_read: dict[int, int] = {}
-        written: dict[int, int] = {}
-        place = 0
-        for node in (self.program.graph.nodes[n] for n in self.nodes):
-            read, results = dict(enumerate(node.reads)), dict.fromkeys(node.outputs, 0)
-            for equation in node.equations:
-                place += 1
-                after = equation.primitive.name in NOT_IN_PLACE
-                for operand in equation.operands:
-                    if not isinstance(operand, Literal) and operand in read:
-                        last_read[read[operand]] = place + after
-                results.update(dict.fromkeys(equation.results, place))
-            for value, local in zip(node.writes, node.outputs, strict=True):
-                written[value] = results[local]
-                if local in read:  # a result that is an operand
-                    last_read[read[local]] = place + 1
-        return last_read, written
+        free = self.freed.keys() & set(reads) - self.saved
+        return Unit(self.nodes, reads, writes, pairs(graph, nodes, writes, free))
 
     def _bytes(self, values: Iterable[int]) -> int:
         return sum(int(self.costs.nbytes[v]) for v in values)

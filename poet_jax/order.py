@@ -1,9 +1,9 @@
 """Reorder the nodes so that memory is freed early; the planner keeps this order."""
 
 import dataclasses
-from collections.abc import Sequence
 
 from poet_jax.graph import Graph, Node
+from poet_jax.in_place import replaceable
 
 
 def order(graph: Graph) -> Graph:
@@ -15,9 +15,8 @@ def order(graph: Graph) -> Graph:
     producers. The given order is returned if that did not lower the peak.
     """
     sequence = _rise(graph, _sink(graph, list(graph.nodes)))
-    if _peak(graph, sequence) >= _peak(graph, graph.nodes):
-        return graph
-    return dataclasses.replace(graph, nodes=tuple(sequence))
+    ordered = dataclasses.replace(graph, nodes=tuple(sequence))
+    return ordered if _peak(ordered) < _peak(graph) else graph
 
 
 def _sink(graph: Graph, sequence: list[Node]) -> list[Node]:
@@ -75,21 +74,22 @@ def _freeable(graph: Graph, value: int) -> int:
     return 0 if value in graph.pinned else graph.values[value].nbytes
 
 
-def _peak(graph: Graph, sequence: Sequence[Node]) -> int:
-    """Bytes of keep-all in that order, workspaces aside."""
+def _peak(graph: Graph) -> int:
+    """Bytes of keep-all, workspaces aside."""
     last: dict[int, int] = {}
-    for position, node in enumerate(sequence):
+    for position, node in enumerate(graph.nodes):
         for value in (*node.reads, *node.writes):
             last[value] = position
-    last.update(dict.fromkeys(graph.returned, len(sequence)))
+    last.update(dict.fromkeys(graph.returned, len(graph.nodes)))
     present = set(graph.initial)
     live = sum(graph.values[v].nbytes for v in graph.initial)
     peak = live
-    for position, node in enumerate(sequence):
+    for position, node in enumerate(graph.nodes):
         new = {*node.reads, *node.writes} - present  # what is read comes from storage
         present |= new
         live += sum(graph.values[v].nbytes for v in new)
-        peak = max(peak, live)
+        written_over = (old for old, _ in replaceable(graph)[position])
+        peak = max(peak, live - sum(graph.values[v].nbytes for v in written_over))
         live -= sum(
             _freeable(graph, v)
             for v in {*node.reads, *node.writes}

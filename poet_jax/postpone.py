@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from poet_jax.in_place import Pairs
 from poet_jax.plan import Compute, Free, PageIn
 from poet_jax.price import Costs
 from poet_jax.program import Fused, Instruction, Program
@@ -23,8 +24,8 @@ def postpone(program: Program, costs: Costs, memory_bytes: float) -> Program:
     waiting: list[tuple[float, int]] = []  # (when its copy is done, value)
     waiting_bytes = 0
 
-    def add(instruction: Instruction) -> None:
-        lanes.run(instruction)
+    def add(instruction: Instruction, replaces: Pairs = ()) -> None:
+        lanes.run(instruction, replaces)
         instructions.append(instruction)
 
     for row, x in enumerate(program.instructions):
@@ -41,7 +42,7 @@ def postpone(program: Program, costs: Costs, memory_bytes: float) -> Program:
                 waiting.remove((done, value))
                 waiting_bytes -= int(costs.nbytes[value])
                 add(Free(value))
-        add(x)
+        add(x, program.replaces.get(row, ()))
     for _, value in sorted(waiting):
         add(Free(value))
     return dataclasses.replace(program, instructions=tuple(instructions))

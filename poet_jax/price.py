@@ -22,6 +22,7 @@ from poet_jax.compile import (
 )
 from poet_jax.device import DeviceProfile
 from poet_jax.graph import Equation, Graph, Node, Value, read_instance
+from poet_jax.in_place import node_workspaces
 from poet_jax.node_costs import read_node_costs
 from poet_jax.progress import counted
 from poet_jax.units import format_joules, format_seconds
@@ -117,8 +118,9 @@ def price(graph: Graph, device: DeviceProfile) -> Costs:
     bytes / bytes_per_second), a roofline, with each equation's FLOPs times
     `device.slowdown`. Joules are the compute power for as long as the roofline says,
     or as was measured. Nodes listed in the file `device.node_costs` cost what it says.
-    Workspaces are XLA's own `memory_analysis` of the compiled node on this machine or,
-    for a measured device, what a run was seen to take, if that is more.
+    Workspaces are XLA's own `memory_analysis` of the compiled node on this machine,
+    whether or not it writes in place, or, for a measured device, what a run was seen to
+    take, if that is more.
 
     Raises ValueError if that file lacks nodes and `node_costs_partial` is False.
     """
@@ -138,12 +140,13 @@ def price(graph: Graph, device: DeviceProfile) -> Costs:
     if device.node_costs is not None:
         seconds, joules = read_node_costs(graph, device, seconds, joules)
     nbytes = np.array([value.nbytes for value in graph.values], np.int64)
+    workspaces = node_workspaces(graph, range(len(graph.nodes)))
     page_in = np.array([device.page_in_seconds(int(n)) for n in nbytes], float)
     page_out = np.array([device.page_out_seconds(int(n)) for n in nbytes], float)
     return Costs(
         seconds=seconds,
         joules=joules,
-        workspace_bytes=np.array([x.workspace_bytes for x in executables], np.int64),
+        workspace_bytes=np.array(workspaces, np.int64),
         nbytes=nbytes,
         page_in_seconds=page_in,
         page_out_seconds=page_out,

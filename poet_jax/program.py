@@ -8,6 +8,7 @@ from typing import Any
 
 from poet_jax.errors import PlanInvalid
 from poet_jax.graph import Graph
+from poet_jax.in_place import Pairs, replaceable
 from poet_jax.plan import Action, Compute, Free, PageIn, PageOut, Plan
 
 
@@ -65,7 +66,8 @@ class Program:
 
     @functools.cached_property
     def waiting_frees(self) -> frozenset[int]:
-        """The instructions that free a value whose copy goes to storage first."""
+        """The instructions that free a value whose copy goes to storage first, but for
+        `done_frees`."""
         saving: set[int] = set()
         found = set()
         for number, x in enumerate(self.instructions):
@@ -74,7 +76,47 @@ class Program:
             elif isinstance(x, Free) and x.value in saving:
                 saving.remove(x.value)
                 found.add(number)
-        return frozenset(found)
+        return frozenset(found) - self.done_frees
+
+    @functools.cached_property
+    def replaces(self) -> dict[int, Pairs]:
+        """By instruction, pairs (old, new): `new` is written over `old`.
+
+        So a node does that runs for the first time, with what is freed right after it,
+        where `replaceable` allows it; and a `Fused` as it says.
+        """
+        found: dict[int, Pairs] = {}
+        run: set[int] = set()
+        for row, x in enumerate(self.instructions):
+            if isinstance(x, Fused) and x.replaces:
+                found[row] = x.replaces
+            elif isinstance(x, Compute) and x.node not in run:
+                possible = replaceable(self.graph)[x.node]
+                freed = self._freed_after(row) if possible else {}
+                if pairs := tuple(pair for pair in possible if pair[0] in freed):
+                    found[row] = pairs
+            run.update(computed(x))
+        return found
+
+    @functools.cached_property
+    def done_frees(self) -> frozenset[int]:
+        """The instructions that free what the compute before has written over."""
+        return frozenset(
+            free
+            for row, pairs in self.replaces.items()
+            for value, free in self._freed_after(row).items()
+            if value in dict(pairs)
+        )
+
+    def _freed_after(self, row: int) -> dict[int, int]:
+        """What is freed right after an instruction, with the one that does."""
+        freed: dict[int, int] = {}
+        for free in range(row + 1, len(self.instructions)):
+            x = self.instructions[free]
+            if not isinstance(x, Free):
+                break
+            freed[x.value] = free
+        return freed
 
     @functools.cached_property
     def computes(self) -> int:
@@ -124,6 +166,9 @@ class Program:
                     if not seen.isdisjoint(nodes):
                         text += "  (again)"
                     seen.update(nodes)
+                    olds = self.replaces.get(number, ())
+                    names = [self.graph.values[old].name for old, _ in olds]
+                    text += f"  (over {', '.join(names)})" if names else ""
                 case Free(value) | PageOut(value) | PageIn(value):
                     word = {Free: "free", PageOut: "page out", PageIn: "page in"}
                     text = f"{word[type(x)]:9s} {self.graph.values[value].name}"

@@ -136,7 +136,9 @@ def _lives(program: Program, usage: Usage) -> list[_Life]:
     for value in graph.stored:
         lives[value].touches.append((0.0, 0.0))
     times = zip(usage.start_seconds, usage.stop_seconds, strict=True)
-    for x, (start, stop) in zip(program.instructions, times, strict=True):
+    for row, (x, (start, stop)) in enumerate(
+        zip(program.instructions, times, strict=True)
+    ):
         start, stop = float(start), float(stop)
         match x:
             case Compute(number):
@@ -145,6 +147,8 @@ def _lives(program: Program, usage: Usage) -> list[_Life]:
                     lives[value].wait(clock)
                     lives[value].arrive(start)
                     lives[value].touches.append((start, stop))
+                for value, _ in program.replaces.get(row, ()):
+                    lives[value].leave(start)
                 clock = stop
             case PageIn(value):
                 lives[value].arrive(clock)
@@ -152,7 +156,7 @@ def _lives(program: Program, usage: Usage) -> list[_Life]:
                 lives[value].page_ins += 1
             case PageOut(value):
                 lives[value].page_outs += 1
-            case Free(value):
+            case Free(value) if row not in program.done_frees:
                 lives[value].wait(clock)
                 lives[value].waiting_seconds += stop - max(start, clock)
                 lives[value].leave(stop)

@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 
 from poet_jax.errors import PlanInvalid
+from poet_jax.in_place import Pairs
 from poet_jax.plan import Compute, Free, PageIn, PageOut
 from poet_jax.price import Costs
 from poet_jax.program import Fused, Instruction, Program, computed
@@ -65,14 +66,18 @@ class Lanes:
         self._arrival: dict[int, float] = {}
         self._departure: dict[int, float] = {}
 
-    def run(self, instruction: Instruction) -> tuple[float, float]:
-        """(start, stop) seconds of the next instruction."""
+    def run(
+        self, instruction: Instruction, replaces: Pairs = ()
+    ) -> tuple[float, float]:
+        """(start, stop) seconds of the next instruction, which writes over values."""
         costs = self.costs
         start = self.compute
         match instruction:
             case Compute() | Fused():
                 for value in self.program.reads(instruction):
                     start = max(start, self._arrival.pop(value, 0.0))
+                for value, _ in replaces:
+                    start = max(start, self._departure.pop(value, 0.0))
                 self.compute = start
                 for number in computed(instruction):
                     self.compute += float(costs.seconds[number])
@@ -101,10 +106,12 @@ def simulate(program: Program, costs: Costs) -> Usage:
     """Judge `program` by the rules that the executor follows.
 
     Memory: everything in RAM counts; while a node runs, so do its results and its
-    workspace; a page-in counts from the moment it is issued. Time: two lanes, compute
+    workspace, but not what `program.replaces`; a page-in counts from the moment it is
+    issued. Time: two lanes, compute
     and storage, each in order; a transfer starts when its instruction is reached and
-    its lane is free, a compute waits for the page-ins it reads, a free waits for the
-    page-out. Raises PlanInvalid if a value is read that is not in RAM.
+    its lane is free, a compute waits for the page-ins it reads and the page-outs of
+    what it replaces, a free waits for the page-out. Raises PlanInvalid if a value is
+    read that is not in RAM.
     """
     graph = program.graph
     nbytes = [int(n) for n in costs.nbytes]
@@ -134,8 +141,7 @@ def simulate(program: Program, costs: Costs) -> Usage:
             case Compute() | Fused():
                 for value in program.reads(instruction):
                     require(value)
-                replaces = getattr(instruction, "replaces", ())
-                for old, _ in replaces:
+                for old, _ in program.replaces.get(row, ()):
                     resident.remove(old)
                     live -= nbytes[old]
                 writes = program.writes(instruction)
@@ -165,12 +171,14 @@ def simulate(program: Program, costs: Costs) -> Usage:
                 live_bytes[row] = live
                 joules[row] = float(costs.page_in_joules[value])
             case Free(value):
-                require(value)
                 live_bytes[row] = live
-                resident.remove(value)
-                live -= nbytes[value]
+                if row not in program.done_frees:
+                    require(value)
+                    resident.remove(value)
+                    live -= nbytes[value]
         peak = max(peak, int(live_bytes[row]))
-        starts[row], stops[row] = lanes.run(instruction)
+        replaces = program.replaces.get(row, ())
+        starts[row], stops[row] = lanes.run(instruction, replaces)
         store_peak = max(store_peak, store)
         if isinstance(instruction, PageIn) and program.last_page_in[value] == row:
             store -= 0 if value in at_home else stored.pop(value)
@@ -214,10 +222,11 @@ def alive_at_peak(
     ):
         match instruction:
             case Compute() | Fused():
+                resident.difference_update(x for x, _ in program.replaces.get(row, ()))
                 resident.update(program.writes(instruction))
                 node = graph.nodes[computed(instruction)[0]].name
             case PageIn(value):
                 resident.add(value)
             case Free(value) if row < usage.peak_instruction:
-                resident.remove(value)
+                resident.discard(value)
     return node, sorted(resident, key=lambda v: (-int(costs.nbytes[v]), v))

@@ -63,10 +63,12 @@ def timeline(
     clock = 0.0
     note(clock)
     rows = zip(start_seconds, stop_seconds, live_bytes, strict=True)
-    for x, (start, stop, live) in zip(program.instructions, rows, strict=True):
+    for row, (x, (start, stop, live)) in enumerate(
+        zip(program.instructions, rows, strict=True)
+    ):
         match x:
             case Compute() | Fused():
-                for old, _ in getattr(x, "replaces", ()):
+                for old, _ in program.replaces.get(row, ()):
                     move(old, False)
                 for value in program.writes(x):
                     move(value, True)

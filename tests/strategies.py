@@ -11,7 +11,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 import poet_jax
-from poet_jax.graph import Place
+from poet_jax.graph import Equation, Place
+from poet_jax.in_place import replaceable
 from poet_jax.planners.judge import floor_bytes, keep_everything
 
 DEVICE = poet_jax.devices.RASPBERRY_PI_4
@@ -51,8 +52,8 @@ def attempt(planner, graph, costs, budget):
 
 @st.composite
 def graphs(draw, min_nodes=4, max_nodes=9, static_watts=(0.0, 0.5), stored=True):
-    """(graph, costs) without equations: small whole numbers, so that two plans cost
-    either the same or visibly different amounts."""
+    """(graph, costs) that cannot run: small whole numbers, of MiB for bytes, so that
+    two plans cost either the same or visibly different amounts."""
     count = draw(st.integers(min_nodes, max_nodes))
     kind = draw(st.sampled_from([training_graph, random_graph]))
     # Numbers of hypothesis's own are mostly zero; those of a seed are spread out.
@@ -60,11 +61,12 @@ def graphs(draw, min_nodes=4, max_nodes=9, static_watts=(0.0, 0.5), stored=True)
     graph = kind(rng, count)
     if stored and rng.random() < 0.4:
         graph = partly_at_home(rng, graph)
+    graph = written_in_place(rng, graph)
     size = len(graph.values)
     return graph, poet_jax.Costs(
         seconds=rng.integers(1, 10, count).astype(float),
         joules=rng.integers(1, 10, count).astype(float),
-        workspace_bytes=rng.integers(0, 5, count),
+        workspace_bytes=rng.integers(0, 5, count) * 2**20,
         nbytes=np.array([v.nbytes for v in graph.values], np.int64),
         page_in_seconds=rng.integers(0, 10, size).astype(float),
         page_out_seconds=rng.integers(0, 10, size).astype(float),
@@ -76,7 +78,7 @@ def graphs(draw, min_nodes=4, max_nodes=9, static_watts=(0.0, 0.5), stored=True)
 
 def random_value(rng, name):
     """At times without bytes; at times, like a typed PRNG key, never paged."""
-    nbytes = 0 if rng.random() < 0.08 else int(rng.integers(1, 13))
+    nbytes = 0 if rng.random() < 0.08 else int(rng.integers(1, 13)) * 2**20
     return poet_jax.Value(name, nbytes, pageable=rng.random() > 0.12)
 
 
@@ -149,6 +151,27 @@ def random_graph(rng, count):
         tuple(int(v) for v in outputs),
         donated=frozenset(v for v in arguments if rng.random() < 0.5),
     )
+
+
+def written_in_place(rng, graph):
+    """`graph` with an equation for each node, and most results that may replace an
+    argument as large as that."""
+    values = list(graph.values)
+    for v in graph.arguments:
+        if graph.readers[v] and rng.random() < 0.7:
+            for new in graph.nodes[graph.readers[v][-1]].writes:
+                values[new] = dataclasses.replace(values[new], nbytes=values[v].nbytes)
+    values = [
+        dataclasses.replace(v, shape=(v.nbytes,), dtype=np.dtype(np.uint8))
+        for v in values
+    ]
+    nodes = []
+    for node in graph.nodes:
+        reads, writes = range(len(node.reads)), range(len(node.writes))
+        outputs = tuple(len(reads) + n for n in writes)
+        equation = Equation(jax.lax.add_p, {}, tuple(reads), outputs, (), ())
+        nodes.append(dataclasses.replace(node, equations=(equation,), outputs=outputs))
+    return dataclasses.replace(graph, values=tuple(values), nodes=tuple(nodes))
 
 
 def partly_at_home(rng, graph):
@@ -268,6 +291,11 @@ def brute_force(graph, costs, memory_bytes):
     writes = [mask(node.writes) for node in graph.nodes]
     pinned, wanted = mask(graph.pinned), mask(graph.returned)
     landing = mask(graph.landing)
+    # What each node may write over, when it runs first: any of what it could.
+    over = [
+        [mask(old) for k in range(len(x) + 1) for old in itertools.combinations(x, k)]
+        for x in ([old for old, _ in pairs] for pairs in replaceable(graph))
+    ]
 
     def moves(stage, last, ram, stored):
         for v in everything:
@@ -283,10 +311,10 @@ def brute_force(graph, costs, memory_bytes):
             after = ram | writes[n]
             if reads[n] & ~ram or (n < stage and not graph.nodes[n].repeatable):
                 continue
-            if size(after) + int(costs.workspace_bytes[n]) > memory_bytes:
-                continue
             state = (stage + 1, -1) if n == stage else (stage, n)
-            yield costs.joules[n], (*state, after, stored)
+            for old in over[n] if n == stage else [0]:
+                if size(after & ~old) + int(costs.workspace_bytes[n]) <= memory_bytes:
+                    yield costs.joules[n], (*state, after & ~old, stored)
 
     start = (0, -1, mask(graph.initial), mask(graph.stored))
     if size(start[2]) > memory_bytes:

@@ -1,5 +1,7 @@
 """Residuals that the backward pass computes again: less is kept, the numbers stay."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,7 +48,8 @@ def test_no_more_is_saved_and_results_are_the_same_but_for_rounding(case):
 @settings(max_examples=30)
 @given(case=budgeted_graphs())
 def test_an_instance_which_nobody_runs_is_left_as_it_is(case):
-    graph = case[0]
+    nodes = tuple(dataclasses.replace(n, equations=()) for n in case[0].nodes)
+    graph = dataclasses.replace(case[0], nodes=nodes)
     assert poet_jax.recompute(graph) is graph
 
 

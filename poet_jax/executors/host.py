@@ -28,6 +28,7 @@ from poet_jax.errors import PlanInvalid
 from poet_jax.executors.buffers import Pool, view
 from poet_jax.fuse import fuse
 from poet_jax.graph import Value
+from poet_jax.in_place import node_workspaces
 from poet_jax.machine import default_store
 from poet_jax.paged import PagedArray
 from poet_jax.plan import Compute, Free, PageIn, PageOut
@@ -160,7 +161,8 @@ class Runner:
         for row, instruction in enumerate(self.program.instructions):
             match instruction:
                 case Compute(number):
-                    units[row] = Unit.of(graph, number)
+                    replaces = self.program.replaces.get(row, ())
+                    units[row] = Unit.of(graph, number, replaces)
                 case Fused(nodes, writes, replaces):
                     reads = self.program.reads(instruction)
                     units[row] = Unit(nodes, reads, writes, replaces)
@@ -168,9 +170,10 @@ class Runner:
         executables = compile_units(graph, list(units.values()))
         for (row, unit), executable in zip(units.items(), executables, strict=True):
             instruction = self.program.instructions[row]
-            workspace = executable.workspace_bytes
             if isinstance(instruction, Fused):
                 workspace = instruction.workspace_bytes
+            else:
+                (workspace,) = node_workspaces(graph, unit.nodes)
             written = sum(graph.values[v].nbytes for v in unit.writes)
             replaced = sum(graph.values[old].nbytes for old, _ in unit.replaces)
             new = written - replaced + workspace
@@ -340,11 +343,17 @@ class _Step:
                     self.load, self.row, value, array, last
                 )
             case Free(value):
-                self.free(value)
+                self.start_seconds[self.row] = self.clock()
+                if self.row not in self.runner.program.done_frees:
+                    self.free(value)
+                self.stop_seconds[self.row] = self.clock()
 
     def compute(self, call: _Call) -> None:
         unit, executable = call.unit, call.executable
         operands = [self.ready(v) for v in unit.reads]
+        for old, _ in unit.replaces:
+            if old in self.saving:
+                self.wait(self.saving.pop(old))
         self.start_seconds[self.row] = self.clock()
         into = self.pool.take(
             executable.destinations,
@@ -392,11 +401,9 @@ class _Step:
         return self.arrays[value]
 
     def free(self, value: int) -> None:
-        self.start_seconds[self.row] = self.clock()
         if value in self.saving:
             self.wait(self.saving.pop(value))
         array = self.ready(value)
-        self.stop_seconds[self.row] = self.clock()
         del self.arrays[value]
         self.count(-self.runner.nbytes[value])
         if not self.let_go(array):

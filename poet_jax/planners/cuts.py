@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from poet_jax.graph import Graph
+from poet_jax.in_place import replaceable
 from poet_jax.plan import Budget
 from poet_jax.planners.choice import Choice, Chosen
 from poet_jax.planners.objective import minimise
@@ -288,7 +289,8 @@ class Cuts:
         for cut, number in enumerate(self.nodes, start=1):
             node, runs = graph.nodes[number], self.runs(number)
             own_bytes = int(self.costs.workspace_bytes[number])
-            for v in {*node.reads, *node.writes} - graph.pinned:
+            written_over = {old for old, _ in replaceable(graph)[number]}
+            for v in {*node.reads, *node.writes} - graph.pinned - written_over:
                 if (v, cut) in self.x:
                     self.model += self.x[v, cut] >= runs
                 else:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from typing import Any
 
 from poet_jax.graph import Graph
+from poet_jax.in_place import replaceable
 from poet_jax.plan import Budget, Compute, PageIn, Stages
 from poet_jax.planners.judge import Judged
 from poet_jax.planners.objective import minimise
@@ -169,7 +170,8 @@ class Formulation:
             self.memory: Any = self.budget.memory_bytes / self.unit
         for t in range(self.count):
             node = self.graph.nodes[t]
-            present = {*node.reads, *node.writes}
+            written_over = {old for old, _ in replaceable(self.graph)[t]}
+            present = {*node.reads, *node.writes} - written_over
             terms = self._crossing(t)
             for v, stages in self.touches.items():
                 if v in present or t not in stages:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from poet_jax.errors import BudgetTooSmall
 from poet_jax.graph import Graph
+from poet_jax.in_place import replaceable
 from poet_jax.plan import (
     Action,
     Budget,
@@ -253,8 +254,8 @@ def budget_too_small(
 
 
 def floor_bytes(graph: Graph, costs: Costs) -> int:
-    """No plan needs less: pinned values and what each node reads, writes and works
-    in."""
+    """No plan needs less: pinned values and what each node reads, writes and works in,
+    where it cannot write over what it reads."""
     nbytes = costs.nbytes
     pinned = sum(int(nbytes[v]) for v in graph.pinned)
 
@@ -262,7 +263,8 @@ def floor_bytes(graph: Graph, costs: Costs) -> int:
         return pinned + sum(int(nbytes[v]) for v in set(values) - graph.pinned)
 
     nodes: Sequence[int] = [
-        total((*node.reads, *node.writes)) + int(costs.workspace_bytes[number])
-        for number, node in enumerate(graph.nodes)
+        total({*node.reads, *node.writes} - {old for old, _ in replaceable(graph)[n]})
+        + int(costs.workspace_bytes[n])
+        for n, node in enumerate(graph.nodes)
     ]
     return max(*nodes, total(graph.initial), total(graph.returned), 0)

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from poet_jax.graph import Graph
+from poet_jax.in_place import replaceable
 from poet_jax.plan import Compute, Free, PageIn, Stages
 from poet_jax.planners.cuts import Cuts
 from poet_jax.planners.judge import Judged, judge
@@ -27,9 +28,10 @@ def solve(
 
 def _values(cuts: Cuts, judged: Judged) -> list[tuple[Any, float]]:
     """What the plan `judged` does, as values of the binaries."""
+    program = judged.program
     resident, computed = set(cuts.graph.initial), set()
     true: set[tuple[str, int, int]] = set()
-    for instruction in judged.program.instructions:
+    for row, instruction in enumerate(program.instructions):
         segment = cuts.segment(len(computed))
         match instruction:
             case Compute(number):
@@ -38,7 +40,8 @@ def _values(cuts: Cuts, judged: Judged) -> list[tuple[Any, float]]:
                     true.add(("r", number, segment))
                 elif number in cuts.nodes:
                     cut = cuts.nodes.index(number) + 1
-                    true.update(("x", v, cut) for v in resident)
+                    written_over = {v for v, _ in program.replaces.get(row, ())}
+                    true.update(("x", v, cut) for v in resident - written_over)
                 computed.add(number)
             case PageIn(value):
                 true.add(("in", value, segment))
@@ -148,5 +151,6 @@ class _Lift:
                     choices = range(when, min(first, when) - 1, -1)
                     when = min(choices, key=self.late.__getitem__)
             self.bring([v], when)
-        self.present &= kept | cuts.small | set(cuts.reads(stage))
+        staying = {*cuts.reads(stage)} - {x for x, _ in replaceable(self.graph)[stage]}
+        self.present &= kept | cuts.small | staying
         self.paged &= kept

@@ -7,6 +7,7 @@ plan on the way is repaired, prefetched and judged by the simulator.
 import dataclasses
 import fnmatch
 import logging
+import math
 import time
 from collections.abc import Iterable
 
@@ -349,9 +350,12 @@ class _Search:
                     leanest = judged
         elif leanest.usage.peak_bytes > least:
             program = Formulation(graph, costs, None, self.planner)
+            # Of which every plan's peak is a multiple, while solvers are not exact.
+            sizes = (int(n) for x in (costs.nbytes, costs.workspace_bytes) for n in x)
+            unit = math.gcd(*sizes) or 1
             while True:
                 stages, bound = program.solve(self.seconds_left(), leanest)
-                least = max(least, round(bound))
+                least = max(least, round(bound / unit) * unit)
                 if stages is None:
                     break
                 judged = judge(graph, costs, stages.actions(graph))

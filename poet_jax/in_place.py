@@ -1,0 +1,96 @@
+"""Results written over operands that nobody needs any more."""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from poet_jax.compile import RECYCLED_BYTES, Unit, compile_units, is_plain
+from poet_jax.graph import Graph, Literal, Node
+
+Pairs = tuple[tuple[int, int], ...]
+
+# Each element of their result depends on others than the operand's at its place.
+NOT_IN_PLACE = ("dot_general", "conv_general_dilated", "transpose", "rev", "gather")
+
+_known: "weakref.WeakKeyDictionary[Graph, tuple[Pairs, ...]]"
+_known = weakref.WeakKeyDictionary()
+
+
+def replaceable(graph: Graph) -> tuple[Pairs, ...]:
+    """[N] pairs (old, new) of values: a node writes `new`, and may write it over `old`,
+    an argument of the same shape and type that is donated or on storage and that no
+    later node reads.
+
+    So an optimizer's update takes no more memory than the state that it replaces.
+    Values below `RECYCLED_BYTES` have no part in it: a step of small ones is faster as
+    one executable than it is lean node by node.
+    """
+    if graph not in _known:
+        free = graph.donated.union(graph.stored).difference(graph.returned)
+        large = {v for v in free if graph.values[v].nbytes >= RECYCLED_BYTES}
+        found = []
+        for number, node in enumerate(graph.nodes):
+            last = [v for v in node.reads if graph.readers[v][-1] == number]
+            olds = large.intersection(last) if node.equations else ()
+            found.append(pairs(graph, [node], node.writes, olds) if olds else ())
+        _known[graph] = tuple(found)
+    return _known[graph]
+
+
+def node_workspaces(graph: Graph, numbers: Iterable[int]) -> list[int]:
+    """Bytes that nodes allocate while they run, in place or not."""
+    units = [
+        Unit.of(graph, n, replaces)
+        for n in numbers
+        for replaces in {(), replaceable(graph)[n]}
+    ]
+    most: dict[int, int] = {}
+    for unit, executable in zip(units, compile_units(graph, units), strict=True):
+        (number,) = unit.nodes
+        most[number] = max(most.get(number, 0), executable.workspace_bytes)
+    return list(most.values())
+
+
+def pairs(
+    graph: Graph, nodes: Sequence[Node], writes: Sequence[int], free: Iterable[int]
+) -> Pairs:
+    """(old, new) for each of `writes` that can be over one of the operands `free`: a
+    value of the same shape and type, not read after the result is made.
+
+    Of several the one read last, as an update's own old value is: XLA would copy one
+    that is read later, and that takes more time than the update.
+    """
+    last_read, written = _places(nodes)
+    operands = defaultdict(list)
+    for value in sorted(free, reverse=True):
+        operands[graph.values[value].kind].append(value)
+    replaced: dict[int, int] = {}
+    for value in sorted(writes, key=written.__getitem__):
+        olds = operands[graph.values[value].kind]
+        dead = [old for old in olds if last_read.get(old, 0) <= written[value]]
+        if dead and is_plain(graph.values[value].dtype):
+            replaced[value] = max(dead, key=lambda old: last_read.get(old, 0))
+            olds.remove(replaced[value])
+    return tuple((replaced[v], v) for v in writes if v in replaced)
+
+
+def _places(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
+    """Of each value: the equation that reads it last, or the next one if that could not
+    write over it, and the one that writes it."""
+    last_read: dict[int, int] = {}
+    written: dict[int, int] = {}
+    place = 0
+    for node in nodes:
+        read, results = dict(enumerate(node.reads)), dict.fromkeys(node.outputs, 0)
+        for equation in node.equations:
+            place += 1
+            after = equation.primitive.name in NOT_IN_PLACE
+            for operand in equation.operands:
+                if not isinstance(operand, Literal) and operand in read:
+                    last_read[read[operand]] = place + after
+            results.update(dict.fromkeys(equation.results, place))
+        for value, local in zip(node.writes, node.outputs, strict=True):
+            written[value] = results[local]
+            if local in read:  # a result that is an operand
+                last_read[read[local]] = place + 1
+    return last_read, written
