@@ -16,6 +16,8 @@ from poet_jax.progress import counted
 
 _executables: dict[tuple, "Executable"] = {}
 
+Pairs = tuple[tuple[int, int], ...]  # (old, new) values: one is written over the other
+
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
@@ -31,12 +33,10 @@ class Unit:
     nodes: tuple[int, ...]
     reads: tuple[int, ...]
     writes: tuple[int, ...]
-    replaces: tuple[tuple[int, int], ...] = ()
+    replaces: Pairs = ()
 
     @classmethod
-    def of(
-        cls, graph: Graph, number: int, replaces: tuple[tuple[int, int], ...] = ()
-    ) -> "Unit":
+    def of(cls, graph: Graph, number: int, replaces: Pairs = ()) -> "Unit":
         node = graph.nodes[number]
         return cls((number,), node.reads, node.writes, replaces)
 

@@ -4,10 +4,8 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from poet_jax.compile import RECYCLED_BYTES, Unit, compile_units, is_plain
+from poet_jax.compile import RECYCLED_BYTES, Pairs, Unit, compile_units, is_plain
 from poet_jax.graph import Graph, Literal, Node
-
-Pairs = tuple[tuple[int, int], ...]
 
 # Each element of their result depends on others than the operand's at its place.
 NOT_IN_PLACE = ("dot_general", "conv_general_dilated", "transpose", "rev", "gather")

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from poet_jax.in_place import Pairs
+from poet_jax.compile import Pairs
 from poet_jax.plan import Compute, Free, PageIn
 from poet_jax.price import Costs
 from poet_jax.program import Fused, Instruction, Program

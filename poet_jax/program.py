@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from poet_jax.compile import Pairs
 from poet_jax.errors import PlanInvalid
 from poet_jax.graph import Graph
-from poet_jax.in_place import Pairs, replaceable
+from poet_jax.in_place import replaceable
 from poet_jax.plan import Action, Compute, Free, PageIn, PageOut, Plan
 
 
@@ -26,7 +27,7 @@ class Fused:
 
     nodes: tuple[int, ...]
     writes: tuple[int, ...]
-    replaces: tuple[tuple[int, int], ...] = ()
+    replaces: Pairs = ()
     workspace_bytes: int = 0
 
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
+from poet_jax.compile import Pairs
 from poet_jax.errors import PlanInvalid
-from poet_jax.in_place import Pairs
 from poet_jax.plan import Compute, Free, PageIn, PageOut
 from poet_jax.price import Costs
 from poet_jax.program import Fused, Instruction, Program, computed

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 from hypothesis import given, settings
 from strategies import DEVICE, HEURISTICS, attempt, brute_force, graphs, programs
 
@@ -125,6 +126,32 @@ def test_what_is_on_its_way_to_storage_is_there_before_it_is_written_over():
     runner = poet_jax.HostExecutor(SlowStore(), fuse=False)(program)
     np.testing.assert_array_equal(runner(jnp.copy(w)), jax.jit(step)(w))
     assert runner.last_run.peak_bytes == usage.peak_bytes
+
+
+@pytest.mark.parametrize("give", [np.asarray, jnp.asarray, jax.device_put])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_memory_that_an_array_shares_with_numpy_is_not_written_over(give, fuse):
+    def step(w, x):
+        return jnp.tanh(w) * 3 + x.sum(), (w * x).sum()
+
+    raw = np.zeros(2**20 + 64, np.uint8)
+    start = -raw.ctypes.data % 64  # as JAX wants it, to share it
+    own = raw[start : start + 2**20].view(np.float32)
+    own[:] = np.linspace(0.0, 1.0, 2**18)
+    before, x = own.copy(), jnp.ones(2**18)
+    graph = donating(step, jnp.array(own), x)
+    costs = poet_jax.price(graph, DEVICE)
+    executor = poet_jax.HostExecutor(poet_jax.HostStore(), fuse=fuse)
+    program = keep_everything(graph, costs).program
+    program = executor.prepare(program, costs, 2**30)
+    assert program.replaces
+    runner = executor(program)
+    expected, _ = jax.jit(step)(jnp.array(before), x)
+    got, _ = runner(give(own), x)
+    for _ in range(2):  # which write into what the runner has kept
+        runner(jnp.array(before), x)
+    np.testing.assert_array_equal(own, before)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
 @settings(max_examples=60)
