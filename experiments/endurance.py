@@ -29,7 +29,7 @@ BUDGET = flags.DEFINE_string("budget", "60%", "Budget of a step.")
 OUTPUT = flags.DEFINE_string(
     "output", "experiments/results/endurance", "Folder for the result."
 )
-WIDTH, LAYERS, BATCH = 256, 6, 512
+WIDTH, HIDDEN, LAYERS, BATCH = 128, 512, 4, 512
 
 
 def held(store: poet_jax.FileStore) -> dict[str, int]:
@@ -51,8 +51,12 @@ def main(argv: list[str]) -> None:
     optimizer, store = optax.adamw(1e-4), poet_jax.FileStore()
 
     def init(key):
-        keys = jax.random.split(key, LAYERS)
-        params = [jax.random.normal(k, (WIDTH, WIDTH)) / WIDTH**0.5 for k in keys]
+        shapes = LAYERS * [(WIDTH, HIDDEN), (HIDDEN, WIDTH)]
+        keys = jax.random.split(key, len(shapes))
+        params = [
+            jax.random.normal(k, shape) / shape[0] ** 0.5
+            for k, shape in zip(keys, shapes, strict=True)
+        ]
         return params, optimizer.init(params)
 
     def loss_fn(params, x):
@@ -72,7 +76,7 @@ def main(argv: list[str]) -> None:
         BUDGET.value,
         donate_argnums=0,
         executor=poet_jax.HostExecutor(store),
-        planner=poet_jax.MilpPlanner(time_limit_seconds=10),
+        planner=poet_jax.MilpPlanner(time_limit_seconds=10, paging=False),
     )
     state = poet_jax.init_paged(init, store, jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (BATCH, WIDTH))

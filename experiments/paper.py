@@ -55,15 +55,16 @@ MODELS = (
 def ram() -> list[points.Point]:
     shares = (90.0, 75.0, 60.0, 45.0)
     lean = (84.0, 67.0, 35.0)  # near the least of each model
+    bert = MODELS[-1]  # of which parameters and gradients are most
     return [
         point
-        for model, dataset, batch in MODELS
-        for devices, percent, planners in (
-            (DEVICES, shares, PLANNERS),
-            (["JETSON_TX2"], lean, ["pofo", "milp"]),
+        for (model, dataset, batch), counted, devices, percent, planners in (
+            *((model, "all", DEVICES, shares, PLANNERS) for model in MODELS),
+            *((x, "all", ["JETSON_TX2"], lean, ["pofo", "milp"]) for x in MODELS),
+            (bert, "activations", DEVICES, (75.0, 50.0, 35.0, 25.0), PLANNERS),
         )
         for point in points.grid(
-            [model], [dataset], [batch], ["gradient"], ["all"], devices, percent,
+            [model], [dataset], [batch], ["gradient"], [counted], devices, percent,
             [None], planners,
         )
     ]  # fmt: skip
@@ -73,6 +74,7 @@ def at_equal_time(rows: list[dict[str, str]]) -> Iterator[str]:
     """For each POFO-like plan on the TX2, what the integrated plan of the same share
     takes, and what the leanest integrated plan of the rows saves that is as fast."""
     rows = [r for r in rows if r["device"] == "JETSON_TX2" and r["joules"]]
+    rows = [r for r in rows if r["counted"] == "all"]
     for pofo in rows:
         ours = [
             r for r in rows if (r["model"], "milp") == (pofo["model"], r["planner"])
@@ -228,18 +230,21 @@ def plot_panels(rows: list[dict[str, str]], x: str, label: str, path) -> None:
     """A panel per model and device: joules over keep-all's against the column `x`."""
     for row in rows:  # an instance is called after its device, too
         row["model"] = row["model"].removesuffix(f"-{row['device']}")
-    models = list(dict.fromkeys(row["model"] for row in rows))
+    models = list(dict.fromkeys((row["model"], row["counted"]) for row in rows))
     devices = list(dict.fromkeys(row["device"] for row in rows))
     figure = new_figure(figsize=(2.9 * len(devices) + 0.6, 2.5 * len(models) + 0.8))
     axes = figure.subplots(
         len(models), len(devices), squeeze=False, sharex=True, sharey=True
     )
-    for line, model in enumerate(models):
+    for line, (model, counted) in enumerate(models):
+        name = model.partition(":")[0]
+        if counted == "activations" and (model, "all") in models:
+            name += "'s activations"
         for column, device in enumerate(devices):
             axis = axes[line, column]
-            here = [r for r in rows if (r["model"], r["device"]) == (model, device)]
+            own = (model, counted, device)
+            here = [r for r in rows if (r["model"], r["counted"], r["device"]) == own]
             _lines(axis, here, x)
-            name = model.partition(":")[0]
             axis.set_title(f"{name}, {device}", fontsize=9)
     handles = {}
     for axis in axes.flat:

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 import poet_jax
 from experiments import baselines
-from experiments.steps import flax_case, read_rows, training_step
+from experiments.steps import flax_case, named_device, read_rows, training_step
 from poet_jax.planners.judge import (
     fits,
     floor_bytes,
@@ -93,26 +93,10 @@ def priced(
     if kind == "instance":
         return poet_jax.load_instance(pathlib.Path(instances or "", f"{model}.json"))
     graph, batch = traced(model, dataset, batch_size, kind)
-    costs = poet_jax.price(graph, make_device(device))
+    costs = poet_jax.price(graph, named_device(device))
     if counted == "activations":
         costs = activations_only(graph, costs, graph.arguments[-batch:])
     return graph, costs
-
-
-def make_device(name: str) -> poet_jax.DeviceProfile:
-    """The device called `name` in `poet_jax.devices`, or a profile's path.
-
-    Raises ValueError for any other name, and for a profile that makes no sense.
-    """
-    if name.endswith((".toml", ".json")):
-        return poet_jax.DeviceProfile.load(name)
-    if name not in poet_jax.devices.ALL:
-        raise ValueError(
-            f"A device named {name!r} was asked for. The devices are "
-            f"{', '.join(poet_jax.devices.ALL)}. Type --device=RASPBERRY_PI_4, or a "
-            "path that ends in .toml or .json for a profile of your own."
-        )
-    return poet_jax.devices.ALL[name]
 
 
 def activations_only(
@@ -188,7 +172,7 @@ class Sweep:
             )
         storage = math.inf
         if point.kind != "instance":
-            storage = make_device(point.device).store_bytes
+            storage = named_device(point.device).store_bytes
         of = dataclasses.astuple(point)[:6]
         graph, costs = priced(*of, self._instances)
         if self._of != of[:5]:
@@ -197,7 +181,7 @@ class Sweep:
         seconds = point.deadline and point.deadline * everything.seconds
         budget = poet_jax.Budget(
             max(int(everything.peak_bytes * point.share / 100), 1), seconds
-        ).on_storage_of(storage)
+        ).on_storage_of(storage, graph)
         row = dataclasses.asdict(point) | {
             "nodes": len(graph.nodes),
             "keep_all_bytes": everything.peak_bytes,

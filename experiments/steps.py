@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -25,7 +25,7 @@ from experiments.models import (
     loss_fn,
     make_model,
 )
-from poet_jax import PagedArray
+from poet_jax import DeviceProfile, PagedArray, devices
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +40,23 @@ class Case:
 
     init: Callable[[], tuple[Any, Any, Any]]
     loss: Callable[[Any, Any, Any], tuple[jax.Array, Any]]
+
+
+def named_device(name: str, also: Sequence[str] = ()) -> DeviceProfile:
+    """The device called `name` in `poet_jax.devices`, or a profile's path.
+
+    Raises ValueError for any other name, and for a profile that makes no sense; `also`
+    are names that the caller knows.
+    """
+    if name.endswith((".toml", ".json")):
+        return DeviceProfile.load(name)
+    if name not in devices.ALL:
+        raise ValueError(
+            f"A device named {name!r} was asked for. The devices are "
+            f"{', '.join((*also, *devices.ALL))}. Type one of these, or a path that "
+            "ends in .toml or .json for a profile of your own."
+        )
+    return devices.ALL[name]
 
 
 def training_step(loss, optimizer: optax.GradientTransformation):

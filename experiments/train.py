@@ -24,10 +24,10 @@ from tqdm import tqdm
 import poet_jax
 from experiments.data import DATASETS
 from experiments.models import FRAMEWORKS, load_for_model, loss_fn, make_model
+from experiments.steps import named_device
 from poet_jax.units import format_bytes, format_joules, format_seconds
 
 PLANNERS = ("keep_all", "sqrt", "greedy", "paging_only", "paper", "milp")
-DEVICES = tuple(poet_jax.devices.ALL)
 
 MODEL = flags.DEFINE_string(
     "model", "cnn", "Model, such as resnet18 or bert:layers=2,width=128,heads=2."
@@ -49,7 +49,7 @@ DEVICE = flags.DEFINE_string(
     "device",
     "host",
     "Whose costs the plan is for: host, this machine as measured, the path of a "
-    f"profile in TOML or JSON, or one of {', '.join(DEVICES)}.",
+    f"profile in TOML or JSON, or one of {', '.join(poet_jax.devices.ALL)}.",
 )
 BATTERY = flags.DEFINE_float(
     "battery_wh", None, "Watt hours of a battery, to say how long it lasts."
@@ -79,21 +79,8 @@ OUTPUT = flags.DEFINE_string(
 
 
 def make_device(name: str) -> poet_jax.DeviceProfile:
-    """The device called `name` in `poet_jax.devices`, "host", or a profile's path.
-
-    Raises ValueError for any other name, and for a profile that makes no sense.
-    """
-    if name == "host":
-        return poet_jax.host()
-    if name.endswith((".toml", ".json")):
-        return poet_jax.DeviceProfile.load(name)
-    if name not in DEVICES:
-        raise ValueError(
-            f"A device named {name!r} was asked for. The devices are host, "
-            f"{', '.join(DEVICES)}. Type --device=host for this machine, or a path "
-            "that ends in .toml or .json for a profile of your own."
-        )
-    return poet_jax.devices.ALL[name]
+    """This machine for "host", or `named_device`."""
+    return poet_jax.host() if name == "host" else named_device(name, also=("host",))
 
 
 def make_budget(budget: str | None, device: poet_jax.DeviceProfile) -> str | int:

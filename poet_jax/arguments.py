@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from poet_jax.executors.host import READY_TYPES
 from poet_jax.paged import PagedArray
 
 # What of JAX's configuration decides what a function is traced to.
@@ -76,16 +77,17 @@ class StaticArguments:
         )
 
 
-def _aval(leaf: Any) -> Any:
+def _aval(leaf: Any) -> tuple[Any, Any, bool]:
+    """(shape, dtype, whether it is weak), in about a microsecond for an array."""
     if isinstance(leaf, PagedArray):
         return leaf.shape, f"{leaf.dtype} on storage", False
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.shape, str(leaf.dtype), bool(getattr(leaf, "weak_type", False))
-    try:
-        aval = jax.typeof(leaf)
-    except TypeError:
-        return type(leaf), "", False
-    dtype = str(jax.dtypes.canonicalize_dtype(aval.dtype, allow_extended_dtype=True))
+    aval = leaf
+    if type(leaf) not in READY_TYPES and not isinstance(leaf, jax.ShapeDtypeStruct):
+        try:
+            aval = jax.typeof(leaf)
+        except TypeError:
+            return type(leaf), "", False
+    dtype = jax.dtypes.canonicalize_dtype(aval.dtype, allow_extended_dtype=True)
     return aval.shape, dtype, bool(getattr(aval, "weak_type", False))
 
 

@@ -4,9 +4,11 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import pathlib
 import types
+from typing import Any
 
 import numpy as np
 
@@ -15,8 +17,12 @@ from poet_jax.device import DeviceProfile
 from poet_jax.graph import Graph
 from poet_jax.machine import described, host
 from poet_jax.plan import Budget, Plan, Planner, plan_from_dict, plan_to_dict, save_json
+from poet_jax.planners.judge import fits
 from poet_jax.price import Costs, costs_from_dict, costs_to_dict, price
 from poet_jax.program import lower
+from poet_jax.simulate import simulate
+
+logger = logging.getLogger("poet_jax")
 
 # What reading a file that is damaged may raise; PlanInvalid is a ValueError.
 UNREADABLE = OSError, ValueError, LookupError, TypeError, AttributeError
@@ -28,7 +34,9 @@ class PlanCache:
     A plan's file is named after a hash of graph, costs, budget and planner. Measured
     costs differ a little from run to run, so they are kept, too, under a hash of graph
     and machine: delete the folder to measure and plan afresh. A file that cannot be
-    read is written again. The folder is made if it does not exist.
+    read, or does not fit, is written again. One that cannot be written, for example on
+    a full disk, is a warning; an interrupted search is not kept. The folder is made if
+    it does not exist.
 
     Raises OSError for a folder that cannot be made or written to.
     """
@@ -70,7 +78,7 @@ class PlanCache:
                 executable.workspace_bytes = int(nbytes)
         except UNREADABLE:
             costs = price(graph, device if device is not None else host())
-            save_json(path, costs_to_dict(costs))
+            self._save(path, costs_to_dict(costs))
         return costs
 
     def plan(
@@ -80,11 +88,24 @@ class PlanCache:
         path = self.folder / f"plan-{plan_key(graph, costs, budget, planner)}.json"
         with contextlib.suppress(*UNREADABLE):
             plan = plan_from_dict(graph, json.loads(path.read_text()))
-            lower(graph, plan)  # is one that can run
-            return plan
+            if fits(simulate(lower(graph, plan), costs), budget):
+                return plan
         plan = planner(graph, costs, budget)
-        save_json(path, plan_to_dict(graph, plan))
+        if not plan.statistics.get("interrupted"):
+            self._save(path, plan_to_dict(graph, plan))
         return plan
+
+    def _save(self, path: pathlib.Path, data: dict[str, Any]) -> None:
+        try:
+            save_json(path, data)
+        except OSError as error:
+            logger.warning(
+                "%s was to be kept, which failed: %s. This run goes on, and the next "
+                "start measures and plans again. Free some room there, or type another "
+                "plan_cache",
+                path,
+                error.strerror,
+            )
 
 
 def plan_key(graph: Graph, costs: Costs, budget: Budget, planner: Planner) -> str:

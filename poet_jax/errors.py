@@ -7,7 +7,8 @@ class BudgetTooSmall(ValueError):
 
     Attributes:
       smallest_bytes: the smallest memory budget that works, in bytes.
-      exact: True if one byte less than `smallest_bytes` is proven not to work; False if
+      exact: True if one byte less than `smallest_bytes` is proven not to work for plans
+        of this planner (for `MilpPlanner`, staged ones, see `plan.Stages`); False if
         `smallest_bytes` works but a smaller budget has not been ruled out.
       least_bytes: proven to be the least that could work, so that the smallest budget
         lies between it and `smallest_bytes`; the same as that if `exact`.

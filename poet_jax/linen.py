@@ -20,6 +20,7 @@ from poet_jax.training import (
     accepts,
     default_loss,
     default_optimizer,
+    donatable,
     scalar_and_aux,
 )
 from poet_jax.transform import schedule as schedule_function
@@ -210,7 +211,7 @@ class TrainStep:
         return self._scheduled.last_run
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
-        return self._scheduled(state, batch)
+        return self._scheduled(donatable(state, batch), batch)
 
 
 class _Initialiser:

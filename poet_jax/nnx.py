@@ -17,6 +17,7 @@ from poet_jax.schedule import Schedule
 from poet_jax.training import (
     default_loss,
     default_optimizer,
+    donatable,
     scalar_and_aux,
 )
 from poet_jax.transform import Scheduled
@@ -54,7 +55,7 @@ class ScheduledModules:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         structure, variables, rest, modules = _split(args, kwargs)
         variables, result, graphdef, arrays = self._scheduled(
-            structure, variables, rest
+            structure, donatable(variables, rest), rest
         )
         if graphdef is not self._same:
             if graphdef == structure[-1]:
@@ -74,6 +75,8 @@ def schedule(
     Modules, optimizers and metrics among the arguments are updated in place, their
     plain attributes, too; what `step` returns is returned, arrays only. The arrays that
     variables held before the call are freed during it, as their replacements appear.
+    `nnx.clone` shares arrays with its model: for a snapshot that lasts, keep
+    `jax.tree.map(jnp.copy, nnx.state(model))`.
     Options are those of `poet_jax.schedule`, without static and donated arguments.
     Returns a `ScheduledModules`.
     """

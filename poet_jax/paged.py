@@ -64,9 +64,10 @@ class PagedArray:
 
     @classmethod
     def of(cls, array: Any, store: PageStore, name: str = "array") -> "PagedArray":
-        """A copy of `array` in `store`; PageStoreError, naming `name`, if that
-        fails."""
+        """A copy of `array` in `store`, of the type that it has in JAX; PageStoreError,
+        naming `name`, if that fails."""
         array = np.asarray(array)
+        array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
         paged = cls(store, array.shape, array.dtype)
         paged.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8), None, name)
         return paged

@@ -9,7 +9,7 @@ from poet_jax.errors import BudgetTooSmall
 from poet_jax.figures import new_figure
 from poet_jax.graph import Graph
 from poet_jax.plan import Budget, BudgetLike, Plan, Planner, parse_budget
-from poet_jax.planners.judge import judge, keep_everything
+from poet_jax.planners.judge import fits, judge, keep_everything
 from poet_jax.planners.milp import MilpPlanner
 from poet_jax.price import Costs
 from poet_jax.simulate import Usage
@@ -29,7 +29,8 @@ class Point:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Front:
-    """Plans for growing budgets, none of which costs more than the one before.
+    """Plans for growing budgets, none of which costs more than one before it that keeps
+    its limits.
 
     Attributes:
       points: in order of memory; the first has the smallest budget that was found.
@@ -126,47 +127,67 @@ def pareto(
       planner: `MilpPlanner()` by default, which starts each point from the last one.
       store_bytes: room on the device's storage, for budgets that do not say.
 
-    A point costs no more than one with less memory, and its bound is no lower than that
-    of one with more. Raises ValueError for a budget that cannot be read.
+    A point costs no more than one with less memory whose plan keeps its limits, and its
+    bound is no lower than that of one with more of everything. Memory in which no plan
+    keeps the other limits of its budget has no point. Plans are of the graph node by
+    node: as one executable the step may need less (`Schedule`).
+
+    Raises ValueError for a budget that cannot be read, and BudgetTooSmall if the limits
+    of the largest one leave no plan.
     """
     planner = planner if planner is not None else MilpPlanner()
     baseline = keep_everything(graph, costs).usage
     chosen = [parse_budget(budget, baseline.peak_bytes) for budget in budgets or ()]
     smallest_bytes = least_bytes = baseline.peak_bytes
     try:
-        planner(graph, costs, Budget(1).on_storage_of(store_bytes))
+        planner(graph, costs, Budget(1).on_storage_of(store_bytes, graph))
     except BudgetTooSmall as error:
         smallest_bytes, least_bytes = error.smallest_bytes, error.least_bytes
     if budgets is None:
         step = (baseline.peak_bytes - smallest_bytes) / (POINTS - 1)
         chosen = [Budget(smallest_bytes + round(i * step)) for i in range(1, POINTS)]
-    larger = {x.memory_bytes: x for x in chosen if x.memory_bytes > smallest_bytes}
-    asked = [Budget(smallest_bytes), *(larger[nbytes] for nbytes in sorted(larger))]
-    asked = [budget.on_storage_of(store_bytes) for budget in asked]
+    larger = {budget for budget in chosen if budget.memory_bytes > smallest_bytes}
+    asked = [Budget(smallest_bytes), *sorted(larger, key=_limits)]
+    asked = [budget.on_storage_of(store_bytes, graph) for budget in asked]
     chosen: list[Budget] = []
     plans: list[Plan] = []
     for budget in asked:
-        last = plans[-1] if plans else None
+        known = [x for x in plans if fits(judge(graph, costs, x.actions).usage, budget)]
+        last = min(known, key=lambda plan: plan.objective, default=None)
         try:
             if isinstance(planner, MilpPlanner):
                 plan = planner(graph, costs, budget, last)
             else:
                 plan = planner(graph, costs, budget)
         except BudgetTooSmall:
-            if budget.store_bytes is None or budget is asked[-1]:
+            is_limited = budget.store_bytes is not None or budget.seconds is not None
+            if not is_limited or budget is asked[-1]:
                 raise
-            continue  # storage has no room for what so little RAM needs
+            continue  # no plan in so little RAM keeps the other limits
         if last is not None and last.objective < plan.objective:
             plan = last
         plans.append(plan)
         chosen.append(budget)
     smallest_bytes = chosen[0].memory_bytes
-    bound = 0.0
-    for number, plan in reversed(list(enumerate(plans))):
-        bound = max(bound, plan.bound)
+    for number, (budget, plan) in enumerate(zip(chosen, plans, strict=True)):
+        bound = max(
+            other.bound
+            for more, other in zip(chosen, plans, strict=True)
+            if all(a >= b for a, b in zip(_limits(more), _limits(budget), strict=True))
+        )
         plans[number] = dataclasses.replace(plan, bound=min(bound, plan.objective))
     points = [
         Point(budget, plan, judge(graph, costs, plan.actions).usage)
         for budget, plan in zip(chosen, plans, strict=True)
     ]
     return Front(tuple(points), smallest_bytes, least_bytes, baseline)
+
+
+def _limits(budget: Budget) -> tuple[float, float, float]:
+    """Memory, seconds and storage; infinite where there is no limit."""
+    seconds, room = budget.seconds, budget.store_bytes
+    return (
+        budget.memory_bytes,
+        math.inf if seconds is None else seconds,
+        math.inf if room is None else room,
+    )

@@ -2,9 +2,11 @@
 
 import dataclasses
 import enum
+import glob
 import json
 import math
 import os
+import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -47,9 +49,11 @@ class Budget:
         if not math.isinf(self.memory_bytes):
             object.__setattr__(self, "memory_bytes", int(self.memory_bytes))
 
-    def on_storage_of(self, store_bytes: float) -> "Budget":
-        """This budget, or if it has no limit on storage, one with `store_bytes`."""
-        if self.store_bytes is not None or math.isinf(store_bytes):
+    def on_storage_of(self, store_bytes: float, graph: Graph) -> "Budget":
+        """This budget, or if it has no limit on storage, one with `store_bytes`, unless
+        all values of `graph` have room there."""
+        most_bytes = sum(value.nbytes for value in graph.values)
+        if self.store_bytes is not None or store_bytes >= most_bytes:
             return self
         return dataclasses.replace(self, store_bytes=int(store_bytes))
 
@@ -213,8 +217,15 @@ def plan_from_dict(graph: Graph, data: dict[str, Any]) -> Plan:
 
 
 def save_json(path: str | os.PathLike, data: dict[str, Any]) -> None:
-    """Write `data` beside `path` and move it there, so that no half a file is left."""
-    temporary = f"{os.fspath(path)}.{os.getpid()}.part"
+    """Write `data` beside `path` and move it there, so that no half a file is left.
+
+    What a process that was killed left of the same file goes.
+    """
+    path = pathlib.Path(path)
+    for part in path.parent.glob(f"{glob.escape(path.name)}.*.part"):
+        if not _is_running(part.name.split(".")[-2]):
+            part.unlink(missing_ok=True)
+    temporary = f"{path}.{os.getpid()}.part"
     try:
         with open(temporary, "w") as file:
             json.dump(data, file)
@@ -222,6 +233,16 @@ def save_json(path: str | os.PathLike, data: dict[str, Any]) -> None:
     finally:
         if os.path.exists(temporary):
             os.unlink(temporary)
+
+
+def _is_running(process: str) -> bool:
+    try:
+        os.kill(int(process), 0)
+    except (ProcessLookupError, ValueError):
+        return False
+    except OSError:
+        return True  # another user's
+    return True
 
 
 @dataclasses.dataclass

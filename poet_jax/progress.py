@@ -12,7 +12,7 @@ _SECONDS = 0.5  # between two looks at what a line says
 def counted(items: Iterable, total: int, label: str) -> Iterable[Any]:
     """Yield `items`, counting them in a line."""
     number = 0
-    with line(lambda: f"{label}: {number} of {total}", show=total > 1):
+    with line(lambda: f"{label}: {number} of {total}", show=total > 0):
         for number, item in enumerate(items, start=1):  # noqa: B007
             yield item
 

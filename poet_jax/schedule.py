@@ -142,7 +142,8 @@ class Schedule:
 
         A graph holds code, which a JSON file does not: trace it again with
         `Scheduled.plan`, or any planner, and read the saved plan into the result.
-        Raises PlanInvalid if the file is of another graph.
+        Raises PlanInvalid if the file is of another graph, or its program exceeds its
+        budget.
         """
         try:
             with open(path) as file:
@@ -151,7 +152,7 @@ class Schedule:
             costs = costs_from_dict(data["costs"])
             budget = Budget(**data["budget"])
             program = program_from_list(self.graph, data["program"])
-            return Schedule.of(self.graph, costs, budget, plan, program)
+            schedule = Schedule.of(self.graph, costs, budget, plan, program)
         except PlanInvalid:
             raise
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -160,6 +161,13 @@ class Schedule:
                 f"{type(error).__name__}: {error}. Schedule.to_json writes files that "
                 "can be read. Plan again with Scheduled.plan(...), and save that."
             ) from error
+        if not fits(schedule.usage, budget):
+            raise PlanInvalid(
+                f"{os.fspath(path)} was read as a schedule within {budget}, and its "
+                f"program uses {schedule.usage}. Schedule.to_json writes only what "
+                "fits. Plan again with Scheduled.plan(...), and save that."
+            )
+        return schedule
 
 
 def make_schedule(
@@ -180,7 +188,7 @@ def make_schedule(
     """
     everything = keep_everything(graph, costs)
     keep_all_bytes = everything.usage.peak_bytes
-    budget = parse_budget(budget, keep_all_bytes).on_storage_of(store_bytes)
+    budget = parse_budget(budget, keep_all_bytes).on_storage_of(store_bytes, graph)
     if budget.memory_bytes >= keep_all_bytes:
         logger.info(
             "the budget, %s, covers the %s that keep-all needs: nothing is repeated or "

@@ -6,6 +6,7 @@ import collections
 import concurrent.futures
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import tempfile
@@ -18,11 +19,16 @@ import numpy as np
 
 from poet_jax.errors import PageStoreError
 
+logger = logging.getLogger("poet_jax")
+
 
 class PageStore(Protocol):
     """Keeps the bytes of arrays. Several threads may call it at the same time.
 
     Every method raises PageStoreError, naming the value, if the store cannot do it.
+    A store may also have `reserve(nbytes)`, which is called before a step that will
+    keep so many more at once: what cannot be had is then missed before anything is
+    donated.
     """
 
     @property
@@ -76,6 +82,12 @@ class HostStore:
 SECTOR_BYTES = 4096
 CHUNK_BYTES = 2 * 2**20
 
+_MORE_ROOM = (
+    "Free some room there, type FileStore(another_folder), or limit the plan with "
+    "Budget(store_bytes=...)."
+)
+_IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
 
 class FileStore:
     """One file without a name in `folder`, which vanishes with the process that made
@@ -83,14 +95,15 @@ class FileStore:
 
     The file is opened at the first write. As it has no name, neither an exception nor a
     killed process leaves anything behind. What is read is checked against its length
-    and a checksum. The default folder is the system's one for temporary files.
+    and a checksum. The default folder is the system's one for temporary files, or
+    /var/tmp where that one is in RAM. A folder in RAM is a warning.
 
     Transfers go past the system's page cache, which would be RAM beyond every budget,
     or where the file system does not know such transfers, leave nothing in it.
     """
 
     def __init__(self, folder: str | os.PathLike | None = None):
-        self.folder = os.fspath(folder) if folder is not None else tempfile.gettempdir()
+        self.folder = os.fspath(folder) if folder is not None else _default_folder()
         if not os.path.isdir(self.folder):
             raise PageStoreError(
                 f"A FileStore was asked for in {self.folder!r}, which is not a folder. "
@@ -103,10 +116,18 @@ class FileStore:
                 "It needs a folder that this user may write to. Type another one, or "
                 "change its permissions."
             )
+        if _is_in_ram(self.folder):
+            logger.warning(
+                "a FileStore was made in %s, which is in RAM: its pages take memory "
+                "that no budget counts. Type poet_jax.FileStore(folder) with a folder "
+                "on a disk",
+                self.folder,
+            )
         # offset, length, checksum
         self._pages: dict[Hashable, tuple[int, int, int]] = {}
         self._holes: list[tuple[int, int]] = []  # (offset, length), sorted, apart
         self._end = 0
+        self._reserved_bytes = 0  # of the file, that the disk is known to have
         self._chunks: _Chunks | None = None
         self._lock = threading.Lock()
         self._leaving: collections.deque[Hashable] = collections.deque()
@@ -129,6 +150,29 @@ class FileStore:
             self._forget()
             yield
 
+    def reserve(self, nbytes: int) -> None:
+        """Take room on the disk for `nbytes` more than are kept.
+
+        Raises PageStoreError if the disk has less. Where the file system cannot say, or
+        what is kept lies scattered, a later write may still find the disk full.
+        """
+        with self._locked():
+            held = sum(_whole_sectors(length) for _, length, _ in self._pages.values())
+            size = held + _whole_sectors(nbytes)
+            if size <= self._reserved_bytes:
+                return
+            try:
+                if self._chunks is None:
+                    self._chunks = _Chunks(self.folder)
+                self._chunks.reserve(size)
+            except OSError as error:
+                raise PageStoreError(
+                    f"A step was to page up to {nbytes} bytes to {self.folder!r}, "
+                    f"which has no room for them: {error.strerror}. The store holds "
+                    f"{held} bytes, and the step has not begun. {_MORE_ROOM}"
+                ) from error
+            self._reserved_bytes = size
+
     def write(self, key: Hashable, data: np.ndarray, name: str) -> None:
         with self._locked():
             self._write(key, data, name)
@@ -148,9 +192,7 @@ class FileStore:
             raise PageStoreError(
                 f"{name!r} ({data.nbytes} bytes) was to be paged out to "
                 f"{self.folder!r}, which failed: {error.strerror}. The store held "
-                f"{held_bytes} bytes. "
-                "Free some room there, type FileStore(another_folder), or limit the "
-                "plan with Budget(store_bytes=...)."
+                f"{held_bytes} bytes. {_MORE_ROOM}"
             ) from error
 
     def read(self, key: Hashable, into: np.ndarray, name: str) -> None:
@@ -201,7 +243,7 @@ class FileStore:
         with self._locked():
             self._pages.clear()
             self._holes.clear()
-            self._end = 0
+            self._end = self._reserved_bytes = 0
             if self._chunks is not None:
                 self._chunks.close()
                 self._chunks = None
@@ -216,6 +258,29 @@ class FileStore:
                 return offset
         self._end += nbytes
         return self._end - nbytes
+
+
+def _default_folder() -> str:
+    folder, other = tempfile.gettempdir(), "/var/tmp"
+    usable = os.path.isdir(other) and os.access(other, os.W_OK | os.X_OK)
+    if _is_in_ram(folder) and usable and not _is_in_ram(other):
+        return other
+    return folder
+
+
+def _is_in_ram(folder: str) -> bool:
+    """Whether the folder's file system keeps files in memory, where Linux says so."""
+    path = os.path.join(os.path.realpath(folder), "")
+    try:
+        with open("/proc/self/mounts") as file:
+            mounts = [line.split()[1:3] for line in file]
+    except OSError:
+        return False
+    above = [m for m in mounts if path.startswith(os.path.join(m[0], ""))]
+    # Of several at one place the last one counts.
+    longest = max((len(place) for place, _ in above), default=0)
+    kinds = [kind for place, kind in above if len(place) == longest]
+    return kinds[-1:] in (["tmpfs"], ["ramfs"])
 
 
 def checksum(data: np.ndarray, before: int = 0) -> int:
@@ -255,6 +320,18 @@ class _Chunks:
         maps = [mmap.mmap(-1, CHUNK_BYTES) for _ in range(2)]
         self._buffers = [np.frombuffer(x, np.uint8) for x in maps]
         self._worker = concurrent.futures.ThreadPoolExecutor(1, "poet_jax-file")
+
+    def reserve(self, size: int) -> None:
+        """Have the file's first `size` bytes on the disk, where it can be told to."""
+        if not hasattr(os, "posix_fallocate"):
+            return
+        before = os.fstat(self._descriptor).st_size
+        try:
+            os.posix_fallocate(self._descriptor, 0, size)
+        except OSError as error:
+            os.ftruncate(self._descriptor, before)
+            if error.errno in _IS_FULL:
+                raise
 
     def write(self, data: np.ndarray, offset: int) -> int:
         """The checksum of what was written."""

@@ -152,7 +152,8 @@ class _Builder:
             weak = getattr(aval, "weak_type", False)
             # Only a Python number becomes a weakly typed array.
             python = np.asarray(array).item() if weak else array
-            array = jnp.asarray(python, None if weak else aval.dtype)
+            # A copy, as under jax.jit: NumPy's own may change.
+            array = jnp.array(python, None if weak else aval.dtype)
         self.constants[number] = array
         return number
 

@@ -17,6 +17,23 @@ def default_optimizer() -> optax.GradientTransformation:
     return optax.adamw(1e-3)
 
 
+def donatable(state: Any, rest: Any = ()) -> Any:
+    """`state` with copies of arrays that it holds twice, or shares with `rest`.
+
+    An array can be donated once. A clone of an nnx module shares the arrays of its
+    model, and so does an optimizer that starts from the parameters.
+    """
+    leaves, tree = jax.tree.flatten(state)
+    known = set(map(id, jax.tree.leaves(rest)))
+    if len(set(map(id, leaves)) - known) == len(leaves):
+        return state
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, jax.Array) and id(leaf) in known:
+            leaves[place] = jnp.copy(leaf)
+        known.add(id(leaf))
+    return jax.tree.unflatten(tree, leaves)
+
+
 def default_loss(model: Callable, batch: Any) -> jax.Array:
     """Softmax cross-entropy for integer labels, mean squared error for floating ones.
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import subprocess
 import sys
 
@@ -11,6 +12,8 @@ from toy import W, X, gradient
 
 import poet_jax
 from poet_jax.cache import PlanCache, plan_key
+from poet_jax.plan import plan_to_dict
+from poet_jax.planners import solver
 
 BUDGET = "80%"
 
@@ -83,6 +86,30 @@ def test_a_file_that_is_damaged_is_written_again(tmp_path):
     assert len(Counting.calls) == 2
 
 
+def test_a_plan_that_was_made_too_large_by_hand_is_planned_again(tmp_path):
+    Counting.calls.clear()
+    run(tmp_path, Counting())
+    (path,) = tmp_path.glob("plan-*.json")
+    plan = json.loads(path.read_text())
+    schedule = run(tmp_path / "other", poet_jax.keep_all, budget="100%")
+    actions = plan_to_dict(schedule.graph, schedule.plan)["actions"]
+    path.write_text(json.dumps(plan | {"actions": actions}))
+    run(tmp_path, Counting())
+    assert len(Counting.calls) == 2
+
+
+def test_a_file_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    first = run(tmp_path, Counting())
+    (path,) = tmp_path.glob("plan-*.json")
+    path.unlink()
+    path.mkdir()  # root, too, cannot write a file there
+    with caplog.at_level(logging.WARNING, "poet_jax"):
+        again = run(tmp_path, Counting())
+    assert again.plan.actions == first.plan.actions
+    assert str(path) in caplog.text and "plan_cache" in caplog.text
+    assert [x.name for x in tmp_path.iterdir()] == [path.name]
+
+
 def test_a_folder_that_cannot_be_used_is_named_before_anything_is_planned(tmp_path):
     file = tmp_path / "file"
     file.write_text("")
@@ -152,3 +179,17 @@ def test_a_cache_is_a_folder_that_can_be_used_by_itself(tmp_path):
     inputs = schedule.graph, schedule.costs, schedule.budget
     assert cache.plan(poet_jax.greedy, *inputs) == cache.plan(poet_jax.greedy, *inputs)
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_search_that_was_interrupted_is_not_kept(tmp_path, monkeypatch):
+    planner = poet_jax.MilpPlanner(time_limit_seconds=10)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(solver, "_ask", interrupted)
+        run(tmp_path, planner)
+    assert not list(tmp_path.glob("plan-*.json"))
+    run(tmp_path, planner)
+    assert len(list(tmp_path.glob("plan-*.json"))) == 1

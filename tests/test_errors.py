@@ -1,6 +1,7 @@
 """An error says what was asked, what is possible and what to type; nothing is left."""
 
 import errno
+import functools
 import json
 import os
 import re
@@ -384,6 +385,31 @@ def test_a_full_disk_names_the_value_and_leaves_nothing(tmp_path, monkeypatch):
     assert_works(scheduled, store)
 
 
+def test_a_disk_without_room_is_found_before_anything_is_donated(tmp_path, monkeypatch):
+    def full(*args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def step(weights, x):
+        return weights - 0.1 * gradient(weights, x), x.sum()
+
+    store = poet_jax.FileStore(tmp_path)
+    executor = poet_jax.HostExecutor(store)
+    options = OPTIONS | {"planner": poet_jax.paging_only, "executor": executor}
+    train = functools.partial(poet_jax.schedule, step, donate_argnums=0, **options)
+    with pytest.raises(poet_jax.BudgetTooSmall) as too_small:
+        train(1).plan(W, X)
+    scheduled = train(too_small.value.smallest_bytes)
+    state = jnp.copy(W)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "posix_fallocate", full)
+        with pytest.raises(poet_jax.PageStoreError) as caught:
+            scheduled(state, X)
+    assert_three_sentences(caught.value, store.folder, "not begun", "store_bytes=")
+    state, _ = scheduled(state, X)  # is still there
+    assert scheduled.last_run.bytes_paged_out > 0 and store.nbytes == 0
+    np.testing.assert_allclose(state, step(W, X)[0], rtol=1e-4, atol=1e-8)
+
+
 @pytest.mark.parametrize("kind", ["flipped", "short", "error"])
 def test_wrong_bytes_are_never_used(tmp_path, monkeypatch, kind):
     """The first page that is read has a flipped byte, is cut short, or cannot be."""
@@ -448,8 +474,15 @@ step = paging(store)
     )
 
 
-def test_a_file_that_may_not_grow_names_the_value(tmp_path):
-    code = """
+@pytest.mark.parametrize(
+    ("before", "facts"),
+    [("", ["not begun"]), ("del os.posix_fallocate", ["paged out"])],
+    ids=["known before", "found on the way"],
+)
+def test_a_file_that_may_not_grow_says_so(tmp_path, before, facts):
+    """Real: the kernel allows files of one sector."""
+    code = f"""
+    {before}
     step.plan(W, X)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
     try:
@@ -458,7 +491,7 @@ def test_a_file_that_may_not_grow_names_the_value(tmp_path):
         print(store.nbytes, error)
     """
     output, _ = run_python(code, tmp_path).communicate(timeout=120)
-    assert_three_sentences(output, "File too large", "paged out")
+    assert_three_sentences(output, "File too large", *facts)
     assert output.startswith("0 ") and not os.listdir(tmp_path)
 
 
@@ -482,6 +515,18 @@ def test_a_killed_process_leaves_no_file(tmp_path):
     assert not os.listdir(tmp_path)
 
 
+def test_two_processes_may_share_a_folder(tmp_path):
+    code = """
+    for _ in range(20):
+        result = step(W, X)
+    print(result.sum())
+    """
+    processes = [run_python(code, tmp_path) for _ in range(2)]
+    totals = [float(x.communicate(timeout=120)[0]) for x in processes]
+    assert totals == [pytest.approx(float(gradient(W, X).sum()), rel=1e-4)] * 2
+    assert not os.listdir(tmp_path)
+
+
 # Files.
 
 
@@ -494,6 +539,17 @@ def test_a_plan_of_another_graph_is_refused(tmp_path):
     assert_three_sentences(
         caught.value, plan.graph.fingerprint, other.graph.fingerprint
     )
+
+
+def test_a_file_whose_program_exceeds_its_budget_is_refused(tmp_path):
+    plan = schedule(gradient, "80%").plan(W, X)
+    plan.to_json(tmp_path / "plan.json")
+    data = json.loads((tmp_path / "plan.json").read_text())
+    data["budget"]["memory_bytes"] = plan.usage.peak_bytes - 1
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(poet_jax.PlanInvalid) as caught:
+        plan.from_json(tmp_path / "plan.json")
+    assert_three_sentences(caught.value, tmp_path / "plan.json", "Scheduled.plan")
 
 
 COLUMNS = (

@@ -2,6 +2,7 @@
 
 import ast
 import pathlib
+import re
 
 import poet_jax
 
@@ -48,6 +49,14 @@ def imports(path):
 
 def test_every_file_has_a_layer():
     assert sorted(modules()) == sorted(LAYERS)
+
+
+def test_the_map_names_every_file_once():
+    text = (PACKAGE.parent / "docs" / "map.md").read_text()
+    named = re.findall(r"`([a-z_/]+\.py)`", text)
+    files = [path for path in PACKAGE.rglob("*.py") if path.read_text()]
+    files.remove(PACKAGE / "__init__.py")
+    assert sorted(named) == sorted(str(x.relative_to(PACKAGE)) for x in files)
 
 
 def test_a_file_imports_only_files_above_it():

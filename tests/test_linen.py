@@ -424,3 +424,23 @@ def test_a_loss_fn_that_never_calls_the_model_is_refused():
     step = train_step(MLP(), "1GiB", loss_fn=lambda model, batch: batch[0].mean())
     with pytest.raises(TypeError, match="never called the model"):
         step.init(KEY, BATCH)
+
+
+def test_an_optimizer_that_starts_from_the_parameters_shares_their_arrays():
+    model, batch = nn.Dense(4), (jnp.ones((8, 4)), jnp.zeros((8, 4)))
+    optimizer = optax.contrib.mechanize(optax.adam(1e-2))
+    step = poet_jax.train_step(
+        model,
+        "1GiB",
+        optimizer=optimizer,
+        planner=poet_jax.greedy,
+        device=poet_jax.devices.RASPBERRY_PI_4,
+    )
+    state = step.init(jax.random.key(0), batch)
+    leaves = jax.tree.leaves(state)
+    assert len(set(map(id, leaves))) < len(leaves)
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0]

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from strategies import HEURISTICS, attempt, budgeted_graphs, graphs, peak_bytes, solvers
 
 import poet_jax
-from poet_jax.planners import solver
+from poet_jax.planners import milp, solver
 
 by_solver = pytest.mark.parametrize("solver", ["CBC", "HIGHS"])
 
@@ -217,6 +217,10 @@ def test_ctrl_c_returns_the_best_plan_so_far(monkeypatch, caplog):
     assert "interrupted" in caplog.text
     with pytest.raises(KeyboardInterrupt):  # there is no plan to return
         poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(32))
+    # In a large graph heuristics come last, and no solver has an answer.
+    monkeypatch.setattr(milp, "MANY_NODES", 5)
+    plan = poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(36))
+    assert poet_jax.simulate(poet_jax.lower(graph, plan), costs).peak_bytes <= 36
 
 
 def test_a_line_shows_how_far_the_planning_is_until_it_is_turned_off(

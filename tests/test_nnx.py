@@ -470,3 +470,28 @@ def test_what_a_step_leaves_in_its_modules_is_what_nnx_jit_leaves():
     leaves, others = (jax.tree.leaves(nnx.filter_state(x, NO_KEYS)) for x in parts)
     for leaf, other in zip(leaves, others, strict=True):
         np.testing.assert_allclose(leaf, other, rtol=1e-6)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_a_clone_shares_arrays_with_its_model(fuse):
+    """Such as a target network; and an argument may be an array of the model, too."""
+
+    def step(model, target, kernel):
+        gradients = nnx.grad(lambda m: (m(VECTORS) ** 2).mean())(model)
+        params = nnx.state(model, nnx.Param)
+        new = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
+        nnx.update(model, new)
+        old = nnx.state(target, nnx.Param)
+        nnx.update(target, jax.tree.map(lambda t, p: 0.9 * t + 0.1 * p, old, new))
+        return kernel.sum()
+
+    executor = poet_jax.HostExecutor(fuse=fuse)
+    ours = schedule(step, "1GiB", executor=executor)
+    states = []
+    for run in (ours, nnx.jit(step)):
+        model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+        target = nnx.clone(model)
+        for _ in range(2):
+            total = run(model, target, model.kernel[...])
+        states.append((nnx.state(model), nnx.state(target), total))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *states)

@@ -492,3 +492,68 @@ def test_a_paged_array_is_not_pickled_viewed_or_used_once_deleted():
     assert "deleted" in repr(kept) and store.nbytes == 0
     with pytest.raises(RuntimeError, match="deleted"):
         np.asarray(kept)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.int64])
+def test_what_numpy_has_in_64_bits_is_stored_as_jax_takes_it(store, dtype):
+    array = np.arange(2**14, dtype=dtype)  # larger than what stays in RAM
+    double = poet_jax.schedule(
+        lambda x: x * 2,
+        "1GiB",
+        donate_argnums=0,
+        **OPTIONS | {"executor": poet_jax.HostExecutor(store)},
+    )
+    result = double(poet_jax.to_storage(array, store))
+    assert result.dtype == jax.jit(lambda x: x * 2)(array).dtype
+    np.testing.assert_array_equal(result, array * 2)
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_an_exception_of_the_users_leaves_state_on_storage_as_it_was(store, fuse):
+    init, step = case()
+    failing = [True]
+
+    def check(loss):
+        if failing:
+            raise RuntimeError("a check of the user's")
+        return loss
+
+    def checked(state, x):
+        state, loss = step(state, x)
+        return state, jax.pure_callback(check, loss, loss)
+
+    state = poet_jax.init_paged(init, store, jax.random.key(0), min_bytes=4096)
+    executor = poet_jax.HostExecutor(store, fuse)
+    options = OPTIONS | {"executor": executor, "donate_argnums": 0}
+    planned = poet_jax.schedule(checked, "80%", **options)
+    before, held = [np.array(x) for x in values(state)], store.nbytes
+    with pytest.raises(Exception, match="a check of the user's"):
+        planned(state, X)
+    stored = [isinstance(x, PagedArray) for x in jax.tree.leaves(state)]
+    for leaf, old, is_stored in zip(
+        jax.tree.leaves(state), before, stored, strict=True
+    ):
+        if is_stored:
+            np.testing.assert_array_equal(leaf, old)
+    assert sum(stored) == 9 and store.nbytes == held
+    failing.clear()
+    state = poet_jax.init_paged(init, store, jax.random.key(0), min_bytes=4096)
+    expected, loss = jax.jit(step)(init(jax.random.key(0)), X)
+    state, got = planned(state, X)
+    np.testing.assert_allclose(got, loss, rtol=1e-5)
+    assert_close(state, expected)
+
+
+def test_two_schedules_may_train_one_state_in_turns(store):
+    """As with two sizes of batches, or two losses."""
+    init, step = case()
+    state = poet_jax.init_paged(init, store, jax.random.key(0), min_bytes=4096)
+    expected = init(jax.random.key(0))
+    steps = [schedule(step, budget, store) for budget in ("85%", "100%")]
+    for number in range(4):
+        x = X[: 32 * (1 + number % 2)]
+        expected, loss = jax.jit(step)(expected, x)
+        state, got = steps[number % 2](state, x)
+        np.testing.assert_allclose(got, loss, rtol=1e-5)
+        assert store.nbytes == state_bytes(state)
+    assert_close(state, expected)

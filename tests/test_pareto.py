@@ -54,6 +54,45 @@ def test_no_point_needs_more_storage_than_the_device_has(case, room):
     assert front.smallest_bytes >= free.least_bytes
 
 
+@settings(max_examples=25)
+@given(
+    case=graphs(max_nodes=6, static_watts=(0.0,)),
+    late=st.lists(st.floats(1.0, 2.0), min_size=2, max_size=3),
+)
+def test_every_point_keeps_its_deadline(case, late):
+    graph, costs = case
+    baseline = keep_everything(graph, costs).usage
+    budgets = [
+        poet_jax.Budget(baseline.peak_bytes + n % 2, factor * baseline.seconds + 1e-9)
+        for n, factor in enumerate(late)
+    ]
+    front = poet_jax.pareto(graph, costs, budgets)
+    assert {*budgets} <= {point.budget for point in front.points} | {
+        budget for budget in budgets if budget.memory_bytes <= front.smallest_bytes
+    }
+    for point in front.points:
+        limit = point.budget.seconds
+        assert limit is None or point.usage.seconds <= limit * (1 + 1e-9)
+        least = brute_force(graph, costs, point.budget.memory_bytes)
+        assert limit is not None or point.plan.bound <= least * (1 + 1e-6)
+
+
+def test_a_deadline_that_the_last_plan_misses_has_a_plan_of_its_own():
+    """The cheapest plan of the smallest memory repeats much; the next one may not."""
+    schedule = poet_jax.schedule(gradient, "1GiB", **OPTIONS).plan(W, X)
+    graph, costs, most = schedule.graph, schedule.costs, schedule.baseline
+    free = poet_jax.pareto(graph, costs, ["100%"])
+    between = (free.smallest_bytes + most.peak_bytes) // 2
+    slow = free.points[0].usage.seconds
+    assert slow > 1.001 * most.seconds
+    budgets = [between, poet_jax.Budget(between + 1, seconds=most.seconds)]
+    budgets.append(poet_jax.Budget(most.peak_bytes, seconds=most.seconds))
+    front = poet_jax.pareto(graph, costs, budgets)
+    for point in front.points:
+        limit = point.budget.seconds
+        assert limit is None or point.usage.seconds <= limit * (1 + 1e-9)
+
+
 def test_a_function_has_a_front_that_prints_and_plots(tmp_path):
     scheduled = poet_jax.schedule(gradient, "1GiB", **OPTIONS)
     front = scheduled.pareto(W, X, budgets=["1B", "70%", "100%"])

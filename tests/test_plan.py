@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 
 import pytest
 
@@ -150,3 +151,16 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path):
         save_json(path, {"a": object()})
     assert json.loads(path.read_text()) == {"a": 1}
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_what_a_killed_process_left_of_a_file_goes_with_the_next_one(tmp_path):
+    path = tmp_path / "plan[1].json"
+    (tmp_path / "plan[1].json.999999999.part").touch()  # no process has that number
+    (tmp_path / f"plan[1].json.{os.getppid()}.part").touch()
+    (tmp_path / "other.json.999999999.part").touch()
+    save_json(path, {"a": 1})
+    assert sorted(x.name for x in tmp_path.iterdir()) == [
+        "other.json.999999999.part",
+        "plan[1].json",
+        f"plan[1].json.{os.getppid()}.part",
+    ]

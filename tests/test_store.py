@@ -2,6 +2,7 @@
 
 import errno
 import os
+import tempfile
 
 import numpy as np
 import pytest
@@ -31,6 +32,23 @@ def test_the_same_bytes_come_back_as_often_as_asked(store, nbytes):
         np.testing.assert_array_equal(read(store, 7, nbytes), data)
     store.delete(7)
     assert store.nbytes == 0
+
+
+def test_room_that_was_reserved_is_on_the_disk_until_the_store_is_closed(tmp_path):
+    def on_disk():
+        return 512 * os.stat(store._chunks.file.fileno()).st_blocks
+
+    store = poet_jax.FileStore(tmp_path)
+    store.write(0, page(4096), "a")
+    store.reserve(2**20)
+    assert on_disk() >= 2**20 + 4096 and store.nbytes == 4096
+    store.reserve(2**19)  # there is room already
+    assert on_disk() < 2**21
+    np.testing.assert_array_equal(read(store, 0, 4096), page(4096))
+    store.close()
+    store.reserve(4096)  # may be used again
+    assert on_disk() < 2**20
+    store.close()
 
 
 def at(offset, nbytes):
@@ -230,3 +248,23 @@ def test_a_step_whose_store_fails_raises_and_the_next_one_works(method, count):
     assert store.nbytes == 0
     np.testing.assert_allclose(runner(x, x), fun(x, x), rtol=1e-5)
     assert store.nbytes == 0
+
+
+def test_a_default_folder_in_ram_gives_way_to_one_that_is_not(monkeypatch):
+    def in_ram(folder):
+        return folder == tempfile.gettempdir()
+
+    monkeypatch.setattr(store_module, "_is_in_ram", in_ram)
+    monkeypatch.setattr(tempfile, "tempdir", os.path.expanduser("~"))
+    assert poet_jax.FileStore().folder == "/var/tmp"
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="Linux has it")
+def test_a_folder_in_ram_is_a_warning(caplog, tmp_path):
+    poet_jax.FileStore("/dev/shm")
+    assert "/dev/shm, which is in RAM" in caplog.text
+    link = tmp_path / "link"
+    link.symlink_to("/dev/shm")
+    caplog.clear()
+    poet_jax.FileStore(link)
+    assert "in RAM" in caplog.text

@@ -548,3 +548,14 @@ def test_on_an_accelerator_pages_go_through_host_memory(monkeypatch):
     assert planned.last_run.bytes_paged_out == usage.bytes_paged_out > 0
     assert planned.last_run.peak_bytes == usage.peak_bytes
     assert executor.store.nbytes == 0
+
+
+def test_a_numpy_array_that_a_function_closes_over_is_copied_as_under_jit():
+    # JAX shares the memory of aligned arrays.
+    raw = np.zeros(W.nbytes + 64, np.uint8)
+    weights = raw[-raw.ctypes.data % 64 :][: W.nbytes].view(W.dtype).reshape(W.shape)
+    weights[:] = W
+    scheduled = schedule(jax.grad(lambda x: loss(weights, x)), "80%")
+    before = np.array(scheduled(X))
+    weights[:] = 0
+    np.testing.assert_array_equal(scheduled(X), before)

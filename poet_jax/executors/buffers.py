@@ -49,6 +49,13 @@ def view(array: jax.Array) -> np.ndarray:
     return np.ctypeslib.as_array(memory)
 
 
+def is_row_major(array: jax.Array) -> bool:
+    """Whether the memory of an array is in the order that `view` and NumPy expect."""
+    described: Any = array
+    layout = described.format.layout
+    return layout is None or layout.major_to_minor == tuple(range(array.ndim))
+
+
 # The identity, which JAX computes in place unless somebody has a view of the array.
 _adopt = jax.jit(lambda array: array, donate_argnums=0)
 
@@ -313,9 +320,12 @@ class Pool:
         return arrays
 
     def give(self, array: jax.Array, donated: bool = False) -> None:
-        """Keep an array that was freed, or was the caller's until it was donated."""
+        """Keep an array that was freed, or was the caller's until it was donated.
+
+        What the caller still computes from such an array is waited for.
+        """
         if donated:
-            array = _adopt(array)
+            array = jax.block_until_ready(_adopt(array))
         buffer = _Buffer(array)
         self._idle[array.shape, array.dtype].append(buffer)
         self.idle_bytes += buffer.held * heap.PAGE_BYTES

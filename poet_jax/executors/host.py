@@ -25,7 +25,7 @@ from poet_jax.compile import (
     on_cpu,
 )
 from poet_jax.errors import PlanInvalid
-from poet_jax.executors.buffers import Pool, view
+from poet_jax.executors.buffers import Pool, is_row_major, view
 from poet_jax.fuse import fuse
 from poet_jax.graph import Value
 from poet_jax.in_place import node_workspaces
@@ -34,7 +34,7 @@ from poet_jax.paged import PagedArray
 from poet_jax.plan import Compute, Free, PageIn, PageOut
 from poet_jax.price import Costs
 from poet_jax.program import Fused, Program
-from poet_jax.simulate import simulate
+from poet_jax.simulate import Usage, simulate
 from poet_jax.store import PageStore
 from poet_jax.units import format_bytes, format_count, format_seconds
 
@@ -152,7 +152,9 @@ class Runner:
         self.on_cpu = on_cpu()
         self._pool: Pool | None = None
         _runners.add(self)
-        self._peak_bytes = self._ledger_peak()
+        usage = self._bytes_used()
+        self._peak_bytes = usage.peak_bytes
+        self._room_bytes = usage.store_bytes - program.graph.stored_bytes
 
     def _calls(self) -> dict[int, _Call]:
         """The computing instructions by their place in the program."""
@@ -191,8 +193,8 @@ class Runner:
             elif isinstance(instruction, PageIn):
                 yield row, self.program.graph.values[instruction.value].kind
 
-    def _ledger_peak(self) -> int:
-        """The simulator's peak; bytes do not depend on what things cost."""
+    def _bytes_used(self) -> Usage:
+        """What the simulator says, of which bytes do not depend on what things cost."""
         graph = self.program.graph
         none = np.zeros(max(len(graph.nodes), len(graph.values)))
         workspaces = np.zeros(len(graph.nodes), np.int64)
@@ -201,7 +203,7 @@ class Runner:
                 workspaces[call.unit.nodes[0]] = call.workspace_bytes
         nbytes = np.array(self.nbytes, np.int64)
         costs = Costs(none, none, workspaces, nbytes, none, none, none, none)
-        return simulate(self.program, costs).peak_bytes
+        return simulate(self.program, costs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         graph = self.program.graph
@@ -238,6 +240,9 @@ class Runner:
                     "was donated to an earlier call is gone. Use what that call "
                     "returned."
                 )
+        reserve = getattr(self.store, "reserve", None)
+        if reserve is not None and self._room_bytes:
+            reserve(self._room_bytes)
         pool, self._pool = self._pool, None  # a second thread gets a pool of its own
         if pool is None:
             workspaces = {row: x.block_bytes for row, x in self.calls.items()}
@@ -311,6 +316,8 @@ class _Step:
         self.loading: dict[int, concurrent.futures.Future] = {}
         self.saving: dict[int, concurrent.futures.Future] = {}
         self.storage = concurrent.futures.ThreadPoolExecutor(1, "poet_jax-storage")
+        # Pages are read and written beside JAX, which would wait.
+        jax.block_until_ready(list(self.arrays.values()))
         self.live_bytes = sum(runner.nbytes[v] for v in self.arrays)
         rows = len(runner.program.instructions)
         self.since = since
@@ -408,8 +415,9 @@ class _Step:
         self.count(-self.runner.nbytes[value])
         if not self.let_go(array):
             return
-        if self.runner.recycled[value]:
-            self.pool.give(array, donated=id(array) in self.holders)
+        donated = id(array) in self.holders
+        if self.runner.recycled[value] and (not donated or is_row_major(array)):
+            self.pool.give(array, donated)
         else:
             array.delete()
 
@@ -475,7 +483,7 @@ class _Step:
 
     def bytes_of(self, array: jax.Array) -> np.ndarray:
         """[nbytes] for the store; NumPy's own view would keep a buffer from reuse."""
-        if self.runner.on_cpu and is_plain(array.dtype):
+        if self.runner.on_cpu and is_plain(array.dtype) and is_row_major(array):
             return view(array)
         return np.asarray(array).reshape(-1).view(np.uint8)
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from poet_jax import progress
 from poet_jax.compile import compile_nodes
 from poet_jax.executors.host import Run
 from poet_jax.fuse import Stretch, replace, scratch_bytes
@@ -63,7 +64,7 @@ class WholeStep:
             return fun(*args, **kwargs)
 
         self._jitted = jax.jit(guarded, **jit_options)
-        with self.allowed():
+        with self.allowed(), progress.line(lambda: "compiling the whole step"):
             compiled = self._jitted.lower(*args, **kwargs).compile()
         step = Stretch.all_of(keep_all, costs)
         analysis = compiled.memory_analysis()

@@ -61,8 +61,10 @@ class MilpPlanner:
         paged, or not rematerialised. A node that writes such a value runs once.
       progress: whether a line on the terminal shows how far the planning is.
 
-    Its call raises BudgetTooSmall, and ValueError for a pattern that matches nothing.
-    Interrupted by Ctrl-C it returns the best plan that it has, if any.
+    Its call raises BudgetTooSmall, which for thousands of nodes takes a minute more to
+    name the smallest budget that works, and ValueError for a pattern that matches
+    nothing. Interrupted by Ctrl-C it returns the best plan that it has, or a
+    heuristic's.
     """
 
     solver: str = "CBC"
@@ -197,7 +199,10 @@ class _Search:
                     self.search()
         except KeyboardInterrupt:
             if self.best is None:
+                self.heuristics()
+            if self.best is None:
                 raise
+            self.statistics["interrupted"] = 1
             logger.warning("planning was interrupted: the best plan so far is used")
         fastest = self.fastest()
         if self.best is None:
