@@ -475,6 +475,19 @@ step = paging(store)
 
 
 @pytest.mark.parametrize(
+    "planner", [poet_jax.MilpPlanner, poet_jax.PaperPlanner], ids=lambda p: p.__name__
+)
+def test_a_solver_that_does_not_load_says_so(monkeypatch, planner):
+    """As where HiGHS is not installed, or is one that hides its C interface."""
+    monkeypatch.setenv("PMIP_HIGHS_LIBRARY", os.devnull)
+    monkeypatch.delitem(sys.modules, "mip.highs", raising=False)
+    with pytest.raises(ImportError) as caught:
+        planner(solver="HIGHS")
+    monkeypatch.delitem(sys.modules, "mip.highs")
+    assert_three_sentences(caught.value, "poet_jax[highs]", "solver='CBC'")
+
+
+@pytest.mark.parametrize(
     ("before", "facts"),
     [("", ["not begun"]), ("del os.posix_fallocate", ["paged out"])],
     ids=["known before", "found on the way"],

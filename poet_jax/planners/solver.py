@@ -6,7 +6,7 @@ goes on with what it has.
 """
 
 import dataclasses
-import importlib.util
+import importlib
 import itertools
 import logging
 import math
@@ -39,17 +39,18 @@ os.register_at_fork(after_in_child=_idle.clear)  # they answer to the parent
 
 
 def check_solver(solver: str) -> None:
-    """Raise ValueError for an unknown solver, ImportError for one not installed."""
+    """Raise ValueError for an unknown solver, ImportError if python-mip lacks it."""
     if solver not in ("CBC", "HIGHS"):
         raise ValueError(
             f"A planner was asked for with solver={solver!r}. The solvers are 'CBC' "
             "and 'HIGHS'. Type solver='CBC'."
         )
-    if solver == "HIGHS" and importlib.util.find_spec("highspy") is None:
+    if solver == "HIGHS" and not importlib.import_module("mip.highs").has_highs:
         raise ImportError(
-            "A planner was asked for with solver='HIGHS', and HiGHS is not installed. "
-            "CBC comes with python-mip, HiGHS is an extra. Type pip install "
-            "'poet_jax[highs]', or solver='CBC'."
+            "A planner was asked for with solver='HIGHS', and python-mip finds no "
+            "HiGHS that it can call. CBC comes with python-mip, HiGHS is an extra that "
+            "needs a highspy before 1.16. Type pip install 'poet_jax[highs]', or "
+            "solver='CBC'."
         )
 
 
