@@ -7,6 +7,7 @@ shifted images with the output's gradient it is as fast as any other.
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -16,9 +17,11 @@ from jax import lax
 
 from poet_jax.graph import Equation, Graph, map_equations
 
-# Of shifted images at once, but no more than of images: a small workspace, and close to
-# the cache.
+# Of shifted images at once, but no more than of images or of the gradient: a small
+# workspace, and each part of the sum is worth adding.
 PATCHES_BYTES = 8 * 2**20
+# What a processor's caches hold of shifted images; those of one image may be more.
+CACHED_BYTES = 3 * 2**20
 
 
 def filter_gradients(graph: Graph) -> Graph:
@@ -52,6 +55,7 @@ def is_filter_gradient(equation: Equation) -> bool:
     elements = math.prod(filters.shape[d] for d in numbers.rhs_spec[2:])
     return (
         places < elements
+        and image.size > 0
         # [batch, ..., channels], of which the batch is summed over
         and tuple(numbers.lhs_spec) == (last, 0, *range(1, last))
         and tuple(numbers.rhs_spec) == (last, 0, *range(1, last))
@@ -77,32 +81,27 @@ def as_matrix_product(params: dict[str, Any], image: jax.Array, slope: jax.Array
         )
     ]
     taps = math.prod(places)
-    patch_bytes = taps * inputs * math.prod(space) * image.dtype.itemsize
-    most_bytes = min(PATCHES_BYTES, image.nbytes)
-    chunk = max(
-        n
-        for n in range(1, batch + 1)
-        if batch % n == 0 and (n == 1 or n * patch_bytes <= most_bytes)
-    )
+    row_bytes = taps * inputs * math.prod(space[1:]) * image.dtype.itemsize
+    gradient_bytes = taps * inputs * outputs * image.dtype.itemsize
+    rows = _divisor(space[0], CACHED_BYTES // row_bytes)
+    most_bytes = min(PATCHES_BYTES, max(image.nbytes, gradient_bytes))
+    images = _divisor(batch, most_bytes // (row_bytes * space[0]))
 
     # XLA transposes the first factor of a sum over rows, so that is the smaller one.
     slope_first = outputs <= taps * inputs
 
     def product(image, slope):
-        """[outputs, taps * inputs] of a part of the batch if `slope_first`, else its
-        transpose."""
-        padding = [(0, 0, 0), *((*ends, 0) for ends in params["padding"]), (0, 0, 0)]
-        image = lax.pad(image, jnp.zeros((), image.dtype), padding)
+        """[outputs, taps * inputs] of parts of padded images and of the slope if
+        `slope_first`, else its transpose."""
         shifted = []
-        for tap in range(taps):
-            window: list[slice] = [slice(None)]
-            for axis, (step, spread, length) in enumerate(
-                zip(steps, dilation, space, strict=True)
-            ):
-                stride = math.prod(places[axis + 1 :])
-                start = step * (tap // stride % places[axis])
-                window.append(slice(start, start + (length - 1) * spread + 1, spread))
-            shifted.append(image[tuple(window)])
+        for tap in itertools.product(*map(range, places)):
+            window = (
+                slice(t * step, t * step + (length - 1) * spread + 1, spread)
+                for t, step, spread, length in zip(
+                    tap, steps, dilation, slope.shape[-1 - len(space) : -1], strict=True
+                )
+            )
+            shifted.append(image[(..., *window, slice(None))])
         patches = jnp.concatenate(shifted, axis=-1)
         summed = tuple(range(slope.ndim - 1))
         first, second, precision = patches, slope, params["precision"]
@@ -117,13 +116,36 @@ def as_matrix_product(params: dict[str, Any], image: jax.Array, slope: jax.Array
             preferred_element_type=params["preferred_element_type"],
         )
 
-    def add(total, part):
-        return total + product(*part), None
+    def padded(image):
+        ends = [(*ends, 0) for ends in params["padding"]]
+        around = [(0, 0, 0)] * (image.ndim - 1 - len(ends))
+        return lax.pad(image, jnp.zeros((), image.dtype), [*around, *ends, (0, 0, 0)])
 
-    parts = [x.reshape(batch // chunk, chunk, *x.shape[1:]) for x in (image, slope)]
+    def add_images(total, part):
+        image, slope = part
+        return total + product(padded(image), slope), None
+
+    def add_image_by_rows(total, part):
+        image, slope = padded(part[0]), part[1]
+        height = (rows - 1) * dilation[0] + (places[0] - 1) * steps[0] + 1
+
+        def add_rows(total, part):
+            first, slope = part
+            here = lax.dynamic_slice_in_dim(image, first * dilation[0], height)
+            return total + product(here, slope), None
+
+        tiles = slope.reshape(-1, rows, *slope.shape[1:])
+        starts = jnp.arange(0, space[0], rows)
+        total, _ = lax.scan(add_rows, total, (starts, tiles))
+        return total, None
+
     shape = (taps * inputs, outputs)
     total = jnp.zeros(shape[::-1] if slope_first else shape, image.dtype)
-    total, _ = lax.scan(add, total, parts)
+    if rows < space[0]:
+        total, _ = lax.scan(add_image_by_rows, total, (image, slope))
+    else:
+        parts = [x.reshape(-1, images, *x.shape[1:]) for x in (image, slope)]
+        total, _ = lax.scan(add_images, total, parts)
     total = total.T if slope_first else total
     gradient = total.reshape(*places, inputs, outputs)
     # out_spec: where inputs, outputs and space are in the result
@@ -131,3 +153,8 @@ def as_matrix_product(params: dict[str, Any], image: jax.Array, slope: jax.Array
     return jnp.transpose(
         gradient, [order[numbers.out_spec.index(d)] for d in range(len(order))]
     )
+
+
+def _divisor(number: int, most: int) -> int:
+    """The largest divisor of `number` that is at most `most`, or 1."""
+    return max(n for n in range(1, number + 1) if number % n == 0 and n <= max(most, 1))

@@ -59,12 +59,17 @@ def convolutions(draw):
 
 
 @settings(max_examples=25)
-@given(case=convolutions())
-def test_they_are_the_gradients_of_xla_whatever_stride_padding_and_dilation(case):
+@given(case=convolutions(), cached=st.sampled_from([1, 2**10, 2**20]))
+def test_they_are_the_gradients_of_xla_whatever_stride_padding_and_dilation(
+    case, cached
+):
+    """Also of images so large that their rows come in parts."""
     convolution, image, kernel = case
     fun = functools.partial(slope_of, convolution)
     expected = fun(image, kernel)
-    (actual,) = graph_of(fun, image, kernel)(image, kernel)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("poet_jax.convolution.CACHED_BYTES", cached)
+        (actual,) = graph_of(fun, image, kernel)(image, kernel)
     scale = float(jnp.abs(expected).max()) + 1e-6
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5 * scale)
 
@@ -93,8 +98,9 @@ def test_the_gradient_is_replaced_and_nothing_else():
             jnp.ones((4, 4, 16, 16)),
             jnp.ones((8, 4, 3, 3)),
         ),
+        (convolve, IMAGE[:0], KERNEL),
     ],
-    ids=["bfloat16", "groups", "channels first"],
+    ids=["bfloat16", "groups", "channels first", "no images"],
 )
 def test_what_it_does_not_cover_stays_as_it_was(convolution, image, kernel):
     assert not graph_of(
