@@ -302,6 +302,34 @@ def test_new_buffers_start_at_a_page():
 
 
 @on_linux
+def virtual_bytes():
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * heap.PAGE_BYTES
+
+
+@pytest.mark.skipif(not heap.returns_pages(), reason="returns pages, as Linux does")
+@pytest.mark.parametrize("nbytes", [2**19, 3 * 2**20, 2**27])
+def test_large_free_blocks_return_their_pages_and_the_heap_does_not_grow(nbytes):
+    with heap.keeping_freed_blocks():
+        heap.release()
+        blocks = [heap.allocate(nbytes) for _ in range(4)]
+        apart = [heap.allocate(64)]
+        before = heap.resident_bytes()
+        for block in blocks:
+            heap.populate_pages(*heap.whole_pages(block, nbytes))
+        assert heap.resident_bytes() - before > 3.5 * nbytes
+        for block in blocks[::2]:
+            heap.free(block)
+        size = virtual_bytes()
+        for _ in range(20):
+            heap.release_blocks()
+        assert virtual_bytes() <= size
+        assert heap.resident_bytes() - before < 2.1 * nbytes + 2**20
+        in_ram = heap.pages_in_ram(*heap.whole_pages(blocks[1], nbytes))
+        assert in_ram.count(0) == 0
+        heap.free_all([*blocks[1::2], *apart])
+
+
 def test_a_workspace_that_others_took_is_replaced(monkeypatch):
     """As when another thread allocates between its being freed and XLA's looking."""
     kind = (2**21,), jnp.dtype("uint8")

@@ -25,10 +25,11 @@ from poet_jax.compile import Kind, nbytes_of
 # before instructions that bring at least so much; looking takes up to 0.1 ms.
 GUARDED_BYTES = 32 * 2**20
 NOTICED_BYTES = 2**20
-# No buffer lies idle where a node may need this much beyond its workspace, or an eighth
-# of the limit: scratch varies from run to run.
+# What a node may need beyond its workspace, or an eighth of the limit: scratch varies
+# from run to run. No buffer lies idle there, but for the next number.
 SCRATCH_BYTES = 16 * 2**20
-# What the heap may hold on to, beyond what is counted: trimming it takes 10 ms.
+# What the process may hold beyond the limit before its heap is trimmed, which takes
+# 10 ms, and before more buffers than the limit asks for give up their pages.
 GROWTH_BYTES = 4 * 2**20
 # Beyond the largest workspace, as small results may lie where it began.
 SLACK_BYTES = 8 * 2**20
@@ -236,7 +237,8 @@ class Pool:
         self._limit_bytes = limit_bytes
         self._shares = on_cpu and heap.returns_pages()
         self._guards = self._shares and limit_bytes >= GUARDED_BYTES
-        self._scratch_bytes = min(SCRATCH_BYTES, limit_bytes // 8)
+        scratch_bytes = min(SCRATCH_BYTES, limit_bytes // 8)
+        self._scratch_bytes = max(0, scratch_bytes - GROWTH_BYTES)
         self._idle: dict[Kind | None, list[Any]] = defaultdict(list)
         self.idle_bytes = 0
         self._base_bytes: int | None = None
@@ -249,8 +251,7 @@ class Pool:
         """Take back what was lent, and note what the process holds besides that and
         `live_bytes` of arrays.
 
-        What the heap keeps of the last run is not that; it is trimmed if the process
-        has grown by more, as it takes long.
+        What the heap keeps of the last run is not that.
         """
         if not self._guards:
             return
@@ -258,11 +259,20 @@ class Pool:
         for buffer in buffers:
             buffer.recall()
         self.idle_bytes = heap.PAGE_BYTES * sum(buffer.held for buffer in buffers)
-        held_bytes = self._held_beside(live_bytes)
-        if self._base_bytes is None or held_bytes > self._base_bytes + GROWTH_BYTES:
+        if self._base_bytes is None:
             heap.release()
-            self._base_bytes = held_bytes = self._held_beside(live_bytes)
-        self._base_bytes = min(self._base_bytes, held_bytes)
+            self._base_bytes = self._held_beside(live_bytes)
+        base_bytes = self._base_bytes
+        self._trim(lambda: self._held_beside(live_bytes) - base_bytes)
+        self._base_bytes = min(base_bytes, self._held_beside(live_bytes))
+
+    def _trim(self, excess_bytes: Callable[[], int]) -> None:
+        """Return what is free of the heap if there is an excess; all of it, which takes
+        long, if that is more than it may hold on to."""
+        if excess_bytes() > 0:
+            heap.release_blocks()
+            if excess_bytes() > GROWTH_BYTES:
+                heap.release()
 
     def _held_beside(self, live_bytes: int) -> int:
         """Memory of its own that the process holds besides; that of files is noted."""
@@ -282,7 +292,8 @@ class Pool:
 
         There is room for them, for a workspace and for `more_bytes` of small results,
         beside `live_bytes` of arrays: idle buffers lose pages, also if the process is
-        larger than what it should hold, and if that is not enough the heap is trimmed.
+        larger than what it should hold, and if that is not enough the heap gives back
+        what is free.
         The workspace is XLA's until the next call.
         """
         self._regain()
@@ -307,8 +318,7 @@ class Pool:
             excess_bytes = self._excess_bytes(new_bytes)
             if excess_bytes > -self._scratch_bytes:
                 self._shrink(excess_bytes + self._scratch_bytes, row)
-                if self._excess_bytes(new_bytes) > 0:
-                    heap.release()
+                self._trim(lambda: self._excess_bytes(new_bytes))
         for pages, until in needing:
             pages.fill(until)
         arrays = [
