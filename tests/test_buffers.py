@@ -378,6 +378,23 @@ def test_lent_pages_that_the_system_took_are_not_counted():
     assert pool.idle_bytes == lent - count * heap.PAGE_BYTES
 
 
+@on_linux
+def test_what_the_caller_holds_since_the_last_run_takes_no_room():
+    kind, limit = ((2**23,), jnp.dtype("uint8")), 64 * 2**20
+    pool = Pool([(n, kind) for n in range(6)], limit, on_cpu=True)
+    others = []
+    for _ in range(3):
+        with heap.keeping_freed_blocks():
+            pool.begin(0)
+            for array in pool.take([kind] * 4, 0, 0):
+                pool.give(array)
+            (array,) = pool.take([kind], 1, 0, more_bytes=2**21)
+            pool.give(array)
+            assert pool.idle_bytes == 4 * nbytes_of(kind)
+            pool.end()
+        others.append(np.ones(2**24))
+
+
 @pytest.mark.parametrize("dropped", [0, 2**25])
 def test_files_that_the_system_drops_make_no_room(dropped, monkeypatch):
     held, files = 2**27, 2**26

@@ -251,7 +251,8 @@ class Pool:
         """Take back what was lent, and note what the process holds besides that and
         `live_bytes` of arrays.
 
-        What the heap keeps of the last run is not that.
+        What the heap keeps of the last run is not that: it gives back what is free if
+        the process has grown.
         """
         if not self._guards:
             return
@@ -259,20 +260,17 @@ class Pool:
         for buffer in buffers:
             buffer.recall()
         self.idle_bytes = heap.PAGE_BYTES * sum(buffer.held for buffer in buffers)
-        if self._base_bytes is None:
-            heap.release()
-            self._base_bytes = self._held_beside(live_bytes)
-        base_bytes = self._base_bytes
-        self._trim(lambda: self._held_beside(live_bytes) - base_bytes)
-        self._base_bytes = min(base_bytes, self._held_beside(live_bytes))
-
-    def _trim(self, excess_bytes: Callable[[], int]) -> None:
-        """Return what is free of the heap if there is an excess; all of it, which takes
-        long, if that is more than it may hold on to."""
-        if excess_bytes() > 0:
+        held_bytes = self._held_beside(live_bytes)
+        if self._has_grown(held_bytes):
             heap.release_blocks()
-            if excess_bytes() > GROWTH_BYTES:
-                heap.release()
+            held_bytes = self._held_beside(live_bytes)
+        if self._base_bytes is None or self._has_grown(held_bytes):
+            heap.release()
+            self._base_bytes = held_bytes = self._held_beside(live_bytes)
+        self._base_bytes = min(self._base_bytes, held_bytes)
+
+    def _has_grown(self, held_bytes: int) -> bool:
+        return held_bytes > (self._base_bytes or 0) + GROWTH_BYTES
 
     def _held_beside(self, live_bytes: int) -> int:
         """Memory of its own that the process holds besides; that of files is noted."""
@@ -318,7 +316,10 @@ class Pool:
             excess_bytes = self._excess_bytes(new_bytes)
             if excess_bytes > -self._scratch_bytes:
                 self._shrink(excess_bytes + self._scratch_bytes, row)
-                self._trim(lambda: self._excess_bytes(new_bytes))
+                if self._excess_bytes(new_bytes) > 0:
+                    heap.release_blocks()
+                    if self._excess_bytes(new_bytes) > GROWTH_BYTES:
+                        heap.release()
         for pages, until in needing:
             pages.fill(until)
         arrays = [
