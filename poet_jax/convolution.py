@@ -21,7 +21,7 @@ from poet_jax.graph import Equation, Graph, map_equations
 # workspace, and each part of the sum is worth adding.
 PATCHES_BYTES = 8 * 2**20
 # What a processor's caches hold of shifted images; those of one image may be more.
-CACHED_BYTES = 3 * 2**20
+CACHED_BYTES = 4 * 2**20
 
 
 def filter_gradients(graph: Graph) -> Graph:

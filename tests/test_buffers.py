@@ -330,6 +330,29 @@ def test_large_free_blocks_return_their_pages_and_the_heap_does_not_grow(nbytes)
         heap.free_all([*blocks[1::2], *apart])
 
 
+@pytest.mark.skipif(not heap.returns_pages(), reason="returns pages, as Linux does")
+@pytest.mark.parametrize("parts", [[1], [2, 4, 8], [4, 2, 8], [4, 4, 4]])
+def test_scratch_lies_in_the_pages_of_the_workspace(parts):
+    """Also if others have freed blocks that it would fit better."""
+    nbytes, kind = 2**25, ((2**21,), jnp.dtype("uint8"))
+    sizes = [nbytes // part for part in parts]
+    pool = Pool([(0, kind), (1, kind)], 2**27, True, {0: nbytes, 1: nbytes})
+    with heap.keeping_freed_blocks():
+        blocks = [heap.allocate(size + 2**16) for size in sizes for _ in range(2)]
+        pool.give(*pool.take([kind], 0, 0, 0, nbytes))
+        heap.free_all(blocks[::2])
+        heap.release_blocks()
+        pool.give(*pool.take([kind], 1, 0, 0, nbytes))
+        before = heap.resident_bytes()
+        scratch = [heap.allocate(size) for size in sizes]
+        for block, size in zip(scratch, sizes, strict=True):
+            heap.populate_pages(*heap.whole_pages(block, size))
+        assert heap.resident_bytes() - before < 2**20
+        heap.free_all(scratch)
+        pool.end()
+        heap.free_all(blocks[1::2])
+
+
 def test_a_workspace_that_others_took_is_replaced(monkeypatch):
     """As when another thread allocates between its being freed and XLA's looking."""
     kind = (2**21,), jnp.dtype("uint8")

@@ -5,6 +5,7 @@ twice the live arrays, or costs a page fault for every page of every result.
 """
 
 import bisect
+import contextlib
 import ctypes
 import functools
 import itertools
@@ -19,17 +20,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from poet_jax import heap
-from poet_jax.compile import Kind, nbytes_of
+from poet_jax.compile import RECYCLED_BYTES, Kind, nbytes_of
 
 # The size of the process is looked at for limits from here on, as it varies anyway, and
 # before instructions that bring at least so much; looking takes up to 0.1 ms.
 GUARDED_BYTES = 32 * 2**20
 NOTICED_BYTES = 2**20
-# What a node may need beyond its workspace, or an eighth of the limit: scratch varies
-# from run to run. No buffer lies idle there, but for the next number.
-SCRATCH_BYTES = 16 * 2**20
 # What the process may hold beyond the limit before its heap is trimmed, which takes
-# 10 ms, and before more buffers than the limit asks for give up their pages.
+# 10 ms.
 GROWTH_BYTES = 4 * 2**20
 # Beyond the largest workspace, as small results may lie where it began.
 SLACK_BYTES = 8 * 2**20
@@ -62,9 +60,12 @@ _adopt = jax.jit(lambda array: array, donate_argnums=0)
 
 
 def _new_array(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """At a page if possible, so that a store can transfer it without a copy."""
+    """A large one at a page if possible, so that a store can transfer it without a
+    copy."""
     empty = _compiled_empty(shape, dtype)
-    with heap.block_at_a_page(nbytes_of((shape, dtype))):
+    nbytes = nbytes_of((shape, dtype))
+    is_large = nbytes >= RECYCLED_BYTES
+    with heap.block_at_a_page(nbytes) if is_large else contextlib.nullcontext():
         return jax.block_until_ready(empty())
 
 
@@ -148,7 +149,8 @@ class _Buffer(_Pages):
 
 
 class _Workspace(_Pages):
-    """The block of the heap in which XLA finds room for its workspaces.
+    """The block of the heap in which XLA finds room for its workspaces, and what it
+    calls for scratch.
 
     It is freed while an executable runs, and taken back with the pages that it has
     then. XLA takes it because other free blocks that are large enough are occupied.
@@ -193,11 +195,14 @@ class _Workspace(_Pages):
         return False
 
     def give(self, nbytes: int) -> None:
-        """Let XLA find it, and no better fit for `nbytes`, such as others have freed
-        since."""
+        """Let XLA find it, and no better fit for `nbytes` or a part of that, such as
+        others have freed since."""
         heap.free(self._block)
         self._block = 0
-        self._elsewhere = heap.clear_way(nbytes, self.address, SLACK_BYTES)
+        tolerance = SLACK_BYTES
+        while nbytes >= NOTICED_BYTES:
+            self._elsewhere += heap.clear_way(nbytes, self.address, tolerance)
+            nbytes, tolerance = nbytes // 2, NOTICED_BYTES
 
     def __del__(self, free_all=heap.free_all) -> None:  # `heap` may be gone at the end
         free_all([*self._occupied, *self._elsewhere, self._block])
@@ -237,8 +242,6 @@ class Pool:
         self._limit_bytes = limit_bytes
         self._shares = on_cpu and heap.returns_pages()
         self._guards = self._shares and limit_bytes >= GUARDED_BYTES
-        scratch_bytes = min(SCRATCH_BYTES, limit_bytes // 8)
-        self._scratch_bytes = max(0, scratch_bytes - GROWTH_BYTES)
         self._idle: dict[Kind | None, list[Any]] = defaultdict(list)
         self.idle_bytes = 0
         self._base_bytes: int | None = None
@@ -314,8 +317,8 @@ class Pool:
         self._shrink(self.idle_bytes + beside - self._limit_bytes, row)
         if self._guards and (workspace or new_bytes >= NOTICED_BYTES):
             excess_bytes = self._excess_bytes(new_bytes)
-            if excess_bytes > -self._scratch_bytes:
-                self._shrink(excess_bytes + self._scratch_bytes, row)
+            if excess_bytes > 0:
+                self._shrink(excess_bytes, row)
                 if self._excess_bytes(new_bytes) > 0:
                     heap.release_blocks()
                     if self._excess_bytes(new_bytes) > GROWTH_BYTES:

@@ -123,8 +123,7 @@ class _Call:
       unit, executable: what it runs.
       workspace_bytes: while it runs.
       new_bytes: of results that replace no operand, and of the workspace.
-      more_bytes: of results for which the pool has no buffers, and of scratch.
-      block_bytes: the part of the workspace that XLA allocates as one block.
+      more_bytes: of results for which the pool has no buffers.
     """
 
     unit: Unit
@@ -132,7 +131,6 @@ class _Call:
     workspace_bytes: int
     new_bytes: int
     more_bytes: int
-    block_bytes: int
 
 
 class Runner:
@@ -179,9 +177,8 @@ class Runner:
             written = sum(graph.values[v].nbytes for v in unit.writes)
             replaced = sum(graph.values[old].nbytes for old, _ in unit.replaces)
             new = written - replaced + workspace
-            block = min(executable.temp_bytes, workspace)
-            given = sum(map(nbytes_of, executable.destinations)) + block
-            calls[row] = _Call(unit, executable, workspace, new, new - given, block)
+            more = new - sum(map(nbytes_of, executable.destinations)) - workspace
+            calls[row] = _Call(unit, executable, workspace, new, more)
         return calls
 
     def _taken(self) -> Iterator[tuple[int, Kind]]:
@@ -245,7 +242,7 @@ class Runner:
             reserve(self._room_bytes)
         pool, self._pool = self._pool, None  # a second thread gets a pool of its own
         if pool is None:
-            workspaces = {row: x.block_bytes for row, x in self.calls.items()}
+            workspaces = {row: x.workspace_bytes for row, x in self.calls.items()}
             pool = Pool(self._taken(), self._peak_bytes, self.on_cpu, workspaces)
         with heap.keeping_freed_blocks():
             step = _Step(self, leaves, pool, start)
@@ -367,7 +364,7 @@ class _Step:
             self.row,
             self.live_bytes,
             call.more_bytes,
-            call.block_bytes,
+            call.workspace_bytes,
         )
         for old, _ in unit.replaces:
             if not self.let_go(self.arrays.pop(old)):
