@@ -3,7 +3,7 @@
 from poet_jax import devices, linen, nnx, update
 from poet_jax.associate import associate
 from poet_jax.coarsen import coarsen
-from poet_jax.convolution import filter_gradients
+from poet_jax.convolution import filter_gradients, pointwise_convolutions
 from poet_jax.device import DeviceProfile
 from poet_jax.effects import Effect, Effects, effects
 from poet_jax.errors import BudgetTooSmall, CannotTrace, PageStoreError, PlanInvalid
@@ -34,6 +34,7 @@ from poet_jax.planners.keep_all import keep_all
 from poet_jax.planners.milp import MilpPlanner
 from poet_jax.planners.paper import PaperPlanner
 from poet_jax.planners.sqrt import sqrt
+from poet_jax.pooling import pool_gradients
 from poet_jax.price import Costs, load_instance, price
 from poet_jax.program import Fused, Program, lower
 from poet_jax.recompute import recompute
@@ -100,6 +101,8 @@ __all__ = [
     "order",
     "paging_only",
     "pareto",
+    "pointwise_convolutions",
+    "pool_gradients",
     "price",
     "recompute",
     "release",

@@ -6,38 +6,51 @@ it is given.
 """
 
 import dataclasses
+import functools
 import hashlib
 import itertools
 import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax.convolution import PATCHES_BYTES, as_matrix_product, is_filter_gradient
+from poet_jax import heap
+from poet_jax.convolution import (
+    CACHED_BYTES,
+    PATCHES_BYTES,
+    as_matrix_product,
+    divisor,
+    is_filter_gradient,
+)
 from poet_jax.graph import Equation, Graph, equation_signature, map_equations
 from poet_jax.machine import best_seconds, host_path
+from poet_jax.pooling import by_comparison, is_pool_gradient
 from poet_jax.progress import counted
 
 Lowering = Callable[..., Any]
 
-# Faster by less than this is not worth another program, and may be noise.
+# Faster by less than this, or leaner by less than that, is not worth another program,
+# and may be noise.
 GAIN = 0.95
+LEANER_BYTES = 2**20
+TURNS = 4
 # What takes less is not worth its measurement, at 50 GFLOP/s a tenth of a millisecond.
 LEAST_FLOPS = 5e6
 
 
 def fastest(graph: Graph, approximate: bool = False) -> Graph:
-    """`graph` with convolutions and products as they are fastest on this machine.
+    """`graph` with convolutions, products and pooling as is fastest on this machine.
 
-    Each distinct one is compiled and timed in every way that fits it, once: the choice
-    is kept in a file beside `host_path()`, by signature. What would allocate more than
-    XLA's own way and 8 MiB is left out. Sums are taken in another order, so results
-    differ by rounding; `approximate` allows what differs by more: Winograd's
+    Each distinct one is compiled and measured in every way that fits it, once: the
+    choice is kept in a file beside `host_path()`, by signature. Of ways that are about
+    as fast the one with the smallest workspace is taken, and what would allocate more
+    than XLA's own way and 8 MiB is left out. Sums are taken in another order, so
+    results differ by rounding; `approximate` allows what differs by more: Winograd's
     convolution, whose error is some ten times rounding's, and products of operands
     rounded to bfloat16, summed in float32.
     """
@@ -51,7 +64,7 @@ def fastest(graph: Graph, approximate: bool = False) -> Graph:
     chosen = _read(path)
     missing = [key for key in found if key not in chosen]
     for key in counted(missing, len(missing), "timing lowerings"):
-        chosen[key] = choice(times(found[key], approximate))
+        chosen[key] = choice(measure(found[key], approximate))
     if missing:
         _write(path, chosen)
 
@@ -65,28 +78,55 @@ def fastest(graph: Graph, approximate: bool = False) -> Graph:
     return map_equations(graph, lowered)
 
 
-def times(equation: Equation, approximate: bool = False) -> dict[str, float]:
-    """{name of a lowering: seconds}, XLA's own as "xla"; infinite for what takes too
-    much memory."""
+class Measured(NamedTuple):
+    """A lowering on this machine.
+
+    Attributes:
+      seconds: of the fastest of `TURNS` runs.
+      workspace_bytes: what it allocates beside its result, XLA's scratch included.
+    """
+
+    seconds: float
+    workspace_bytes: int
+
+
+def measure(equation: Equation, approximate: bool = False) -> dict[str, Measured]:
+    """What each lowering takes, by name, XLA's own first and as "xla"."""
     operands = [jnp.ones(x.shape, x.dtype) for x in equation.operand_shapes]
-    seconds: dict[str, float] = {}
-    temp_bytes: dict[str, int] = {}
+    result_bytes = sum(x.size * x.dtype.itemsize for x in equation.result_shapes)
+    runs: dict[str, Callable[[], Any]] = {}
+    workspaces: dict[str, int] = {}
     for lowering in (None, *others(equation, approximate)):
-        name = "xla" if lowering is None else lowering.__name__
         changed = dataclasses.replace(equation, lowering=lowering)
         compiled = jax.jit(lambda *x, e=changed: e.bind(x)).lower(*operands).compile()
+
+        name = "xla" if lowering is None else lowering.__name__
+        runs[name] = run = functools.partial(_run, compiled, operands)
+        run()
         analysis = compiled.memory_analysis()
-        temp_bytes[name] = analysis.temp_size_in_bytes if analysis else 0
-        seconds[name] = math.inf
-        if temp_bytes[name] <= temp_bytes["xla"] + PATCHES_BYTES:
-            seconds[name] = best_seconds(lambda c=compiled: c(*operands), 5)
-    return seconds
+        known_bytes = int(analysis.temp_size_in_bytes) if analysis else 0
+        workspaces[name] = max(heap.growth_bytes(run) - result_bytes, known_bytes)
+    seconds = dict.fromkeys(runs, math.inf)
+    for _ in range(TURNS):  # in turns, as something else may take the processor
+        for name, run in runs.items():
+            seconds[name] = min(seconds[name], best_seconds(run, 1))
+    return {name: Measured(seconds[name], workspaces[name]) for name in runs}
 
 
-def choice(seconds: dict[str, float]) -> str:
-    """The fastest by `times`, or "xla" if that is nearly as fast."""
-    best = min(seconds, key=lambda name: seconds[name])
-    return best if seconds[best] < GAIN * seconds["xla"] else "xla"
+def _run(compiled: Callable[..., Any], operands: Sequence[jax.Array]) -> Any:
+    return jax.block_until_ready(compiled(*operands))
+
+
+def choice(measured: dict[str, Measured]) -> str:
+    """The leanest of those about as fast as the fastest, the first if several are.
+
+    What takes far more memory than the first is left out.
+    """
+    most_bytes = next(iter(measured.values())).workspace_bytes + PATCHES_BYTES
+    fitting = {k: x for k, x in measured.items() if x.workspace_bytes <= most_bytes}
+    seconds = min(x.seconds for x in fitting.values()) / GAIN
+    fast = [name for name, x in fitting.items() if x.seconds <= seconds]
+    return min(fast, key=lambda name: fitting[name].workspace_bytes // LEANER_BYTES)
 
 
 def _key(equation: Equation, approximate: bool) -> str:
@@ -117,6 +157,8 @@ def others(equation: Equation, approximate: bool) -> Iterator[Lowering]:
     floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in equation.operand_shapes]
     if not floating or not all(floating):
         return
+    if is_pool_gradient(equation):
+        yield by_comparison
     dtypes = {x.dtype for x in (*equation.operand_shapes, *equation.result_shapes)}
     written = math.prod(equation.result_shapes[0].shape)
     if name == "dot_general":
@@ -128,7 +170,7 @@ def others(equation: Equation, approximate: bool) -> Iterator[Lowering]:
         return
     kernel = equation.operand_shapes[1].shape
     outputs = kernel[params["dimension_numbers"].rhs_spec[0]]
-    if 2 * written * math.prod(kernel) / outputs < LEAST_FLOPS:
+    if 2 * written * math.prod(kernel) / outputs <= LEAST_FLOPS:
         return
     if params["feature_group_count"] != 1 or params["batch_group_count"] != 1:
         return
@@ -136,7 +178,6 @@ def others(equation: Equation, approximate: bool) -> Iterator[Lowering]:
         yield as_matrix_product
         return
     yield im2col
-    yield by_taps
     yield channels_first
     ones = all(
         n == 1
@@ -153,12 +194,13 @@ class _Canonical:
     """A convolution's operands as [batch, ..., inputs] and [..., inputs, outputs].
 
     Attributes:
-      image: padded, and dilated as lhs_dilation says.
+      padding: (low, high, between) of each dimension in space.
       sizes: of the result in space.
     """
 
     image: jax.Array
     kernel: jax.Array
+    padding: tuple[tuple[int, int, int], ...]
     sizes: tuple[int, ...]
     params: dict[str, Any]
 
@@ -169,38 +211,43 @@ class _Canonical:
         image = jnp.transpose(image, (batch, *space, features))
         outputs, inputs, *taps = numbers.rhs_spec
         kernel = jnp.transpose(kernel, (*taps, inputs, outputs))
-        padding = [
+        padding = tuple(
             (low, high, dilation - 1)
             for (low, high), dilation in zip(
                 params["padding"], params["lhs_dilation"], strict=True
             )
-        ]
-        nothing = (0, 0, 0)
-        zero = jnp.zeros((), image.dtype)
-        image = lax.pad(image, zero, [nothing, *padding, nothing])
+        )
         sizes = tuple(
-            (size - (length - 1) * spread - 1) // step + 1
-            for size, length, spread, step in zip(
+            (low + size + (size - 1) * between + high - (length - 1) * spread - 1)
+            // step
+            + 1
+            for size, (low, high, between), length, spread, step in zip(
                 image.shape[1:-1],
+                padding,
                 kernel.shape[:-2],
                 params["rhs_dilation"],
                 params["window_strides"],
                 strict=True,
             )
         )
-        return cls(image, kernel, sizes, params)
+        return cls(image, kernel, padding, sizes, params)
 
-    def shifted(self) -> Iterator[tuple[tuple[int, ...], jax.Array]]:
-        """(tap, [batch, ..., inputs] that this tap of the kernel meets)."""
+    def padded(self, image: jax.Array) -> jax.Array:
+        nothing = (0, 0, 0)
+        zero = jnp.zeros((), image.dtype)
+        return lax.pad(image, zero, [nothing, *self.padding, nothing])
+
+    def shifted(self, padded: jax.Array, sizes: tuple[int, ...]) -> Iterator[jax.Array]:
+        """[batch, *sizes, inputs] that each tap of the kernel meets."""
         steps, spreads = self.params["window_strides"], self.params["rhs_dilation"]
         for tap in itertools.product(*map(range, self.kernel.shape[:-2])):
             window = tuple(
                 slice(t * spread, t * spread + (size - 1) * step + 1, step)
                 for t, spread, size, step in zip(
-                    tap, spreads, self.sizes, steps, strict=True
+                    tap, spreads, sizes, steps, strict=True
                 )
             )
-            yield tap, self.image[(slice(None), *window)]
+            yield padded[(slice(None), *window)]
 
     def product(self, image: jax.Array, kernel: jax.Array) -> jax.Array:
         """[..., outputs] of [..., n] and [n, outputs]."""
@@ -220,18 +267,32 @@ class _Canonical:
 
 
 def im2col(params: dict[str, Any], image: jax.Array, kernel: jax.Array) -> jax.Array:
-    """One matrix product with all that the kernel meets side by side."""
+    """Products of the kernel with all that it meets side by side, for as many images,
+    or rows of one, as a processor's caches hold."""
     conv = _Canonical.of(params, image, kernel)
-    patches = jnp.concatenate([x for _, x in conv.shifted()], axis=-1)
-    flat = conv.kernel.reshape(-1, conv.kernel.shape[-1])
-    return conv.result(conv.product(patches, flat))
+    *taps, _, outputs = conv.kernel.shape
+    flat = conv.kernel.reshape(-1, outputs)
+    is_moved = conv.sizes != conv.image.shape[1:-1] or any(map(any, conv.padding))
+    if not is_moved and set(taps) <= {1}:
+        return conv.result(conv.product(conv.image, flat))
+    batch, (height, *across) = conv.image.shape[0], conv.sizes
+    row_bytes = flat.shape[0] * math.prod(across) * image.dtype.itemsize
+    rows = divisor(height, CACHED_BYTES // row_bytes)
+    images = divisor(batch, CACHED_BYTES // (row_bytes * height))
+    step, spread = params["window_strides"][0], params["rhs_dilation"][0]
+    reach = (rows - 1) * step + (taps[0] - 1) * spread + 1
 
+    def tile(number):
+        first, part = number // (height // rows), number % (height // rows)
+        part_of = lax.dynamic_slice_in_dim(conv.image, first * images, images)
+        padded = conv.padded(part_of)
+        if rows < height:
+            padded = lax.dynamic_slice_in_dim(padded, part * rows * step, reach, axis=1)
+        patches = jnp.concatenate([*conv.shifted(padded, (rows, *across))], axis=-1)
+        return conv.product(patches, flat)
 
-def by_taps(params: dict[str, Any], image: jax.Array, kernel: jax.Array) -> jax.Array:
-    """A sum of matrix products, one for each element of the kernel."""
-    conv = _Canonical.of(params, image, kernel)
-    products = [conv.product(x, conv.kernel[tap]) for tap, x in conv.shifted()]
-    return conv.result(sum(products[1:], products[0]))
+    tiles = lax.map(tile, jnp.arange(batch // images * (height // rows)))
+    return conv.result(tiles.reshape(batch, *conv.sizes, outputs))
 
 
 def channels_first(
@@ -263,7 +324,9 @@ def winograd(params: dict[str, Any], image: jax.Array, kernel: jax.Array) -> jax
     height, width = conv.sizes
     rows, columns = -(-height // 2), -(-width // 2)
     padding = [(0, 0, 0), (0, 2 * rows - height, 0), (0, 2 * columns - width, 0)]
-    image = lax.pad(conv.image, jnp.zeros((), conv.image.dtype), [*padding, (0, 0, 0)])
+    image = lax.pad(
+        conv.padded(conv.image), jnp.zeros((), image.dtype), [*padding, (0, 0, 0)]
+    )
 
     def every_second(array: jax.Array, start: int, count: int, axis: int) -> jax.Array:
         return lax.slice_in_dim(array, start, start + 2 * count - 1, 2, axis)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strategies import DEVICE
 
 import poet_jax
-from poet_jax.convolution import filter_gradients
+from poet_jax.convolution import filter_gradients, pointwise_convolutions
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -75,6 +75,50 @@ def test_they_are_the_gradients_of_xla_whatever_stride_padding_and_dilation(
 
 
 IMAGE, KERNEL = jnp.ones((4, 16, 16, 4)), jnp.ones((3, 3, 4, 8))
+
+
+@pytest.mark.parametrize("precision", [None, "highest"])
+@pytest.mark.parametrize("numbers", [NHWC, ("NHWC", "OIHW", "NHWC")])
+def test_a_pointwise_convolution_and_its_gradient_are_products(numbers, precision):
+    rng = np.random.default_rng(0)
+    image = rng.normal(size=(2, 5, 7, 3)).astype(np.float32)
+    kernel = rng.normal(size=(1, 1, 3, 4)).astype(np.float32)
+    kernel = kernel if numbers == NHWC else kernel.transpose(3, 2, 0, 1)
+
+    def fun(image, kernel):
+        return jax.vjp(
+            lambda image: convolve(image, kernel, numbers, precision=precision), image
+        )[1](jnp.cos(convolve(image, kernel, numbers)))
+
+    graph = pointwise_convolutions(poet_jax.trace(fun, image, kernel))
+    convolutions = [
+        e.lowering is not None
+        for node in graph.nodes
+        for e in node.equations
+        if e.primitive.name == "conv_general_dilated"
+    ]
+    assert convolutions == [True, True]
+    np.testing.assert_allclose(
+        graph(image, kernel)[0], jax.jit(fun)(image, kernel)[0], rtol=1e-5, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strides": (2, 1)},
+        {"padding": [(-1, 1), (0, 0)]},
+        {"numbers": ("NCHW", "HWIO", "NCHW")},
+        {"feature_group_count": 2},
+    ],
+)
+def test_what_moves_the_image_is_not_a_product(options):
+    channels = 2 if "feature_group_count" in options else 4
+    kernel = jnp.ones((1, 1, channels, 4))
+    traced = poet_jax.trace(
+        functools.partial(convolve, **options), jnp.ones((4, 4, 4, 4)), kernel
+    )
+    assert not pointwise_convolutions(traced).is_lowered
 
 
 def test_the_gradient_is_replaced_and_nothing_else():
