@@ -26,6 +26,9 @@ from poet_jax.compile import RECYCLED_BYTES, Kind, nbytes_of
 # before instructions that bring at least so much; looking takes up to 0.1 ms.
 GUARDED_BYTES = 32 * 2**20
 NOTICED_BYTES = 2**20
+# What a node may need beyond its workspace, or a 256th of the limit: scratch varies
+# from run to run. No buffer lies idle there.
+SCRATCH_BYTES = 4 * 2**20
 # What the process may hold beyond the limit before its heap is trimmed, which takes
 # 10 ms.
 GROWTH_BYTES = 4 * 2**20
@@ -242,6 +245,7 @@ class Pool:
         self._limit_bytes = limit_bytes
         self._shares = on_cpu and heap.returns_pages()
         self._guards = self._shares and limit_bytes >= GUARDED_BYTES
+        self._scratch_bytes = min(SCRATCH_BYTES, limit_bytes // 256)
         self._idle: dict[Kind | None, list[Any]] = defaultdict(list)
         self.idle_bytes = 0
         self._base_bytes: int | None = None
@@ -317,8 +321,8 @@ class Pool:
         self._shrink(self.idle_bytes + beside - self._limit_bytes, row)
         if self._guards and (workspace or new_bytes >= NOTICED_BYTES):
             excess_bytes = self._excess_bytes(new_bytes)
-            if excess_bytes > 0:
-                self._shrink(excess_bytes, row)
+            if excess_bytes > -self._scratch_bytes:
+                self._shrink(excess_bytes + self._scratch_bytes, row)
                 if self._excess_bytes(new_bytes) > 0:
                     heap.release_blocks()
                     if self._excess_bytes(new_bytes) > GROWTH_BYTES:
