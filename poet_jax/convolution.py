@@ -54,24 +54,32 @@ def _lowered(graph: Graph, applies: Callable[[Equation], bool], lowering: Any) -
     )
 
 
-def is_pointwise(equation: Equation) -> bool:
-    """Whether each element of the result is made of one place of the image."""
+def _is_plain(equation: Equation) -> bool:
+    """Whether it is a convolution in floats of an image as it is, without groups."""
     if equation.primitive.name != "conv_general_dilated":
         return False
     params = equation.params
+    dtypes = {x.dtype for x in (*equation.operand_shapes, *equation.result_shapes)}
+    return (
+        all(d == 1 for d in params["lhs_dilation"])
+        and params["feature_group_count"] == params["batch_group_count"] == 1
+        and (dtypes == {jnp.dtype("float32")} or dtypes == {jnp.dtype("float64")})
+    )
+
+
+def is_pointwise(equation: Equation) -> bool:
+    """Whether each element of the result is made of one place of the image."""
+    if not _is_plain(equation):
+        return False
+    params, numbers = equation.params, equation.params["dimension_numbers"]
     image, kernel = equation.operand_shapes
     (result,) = equation.result_shapes
-    numbers = params["dimension_numbers"]
     last = (0, image.ndim - 1, *range(1, image.ndim - 1))
     return (
         all(kernel.shape[d] == 1 for d in numbers.rhs_spec[2:])
         and tuple(numbers.lhs_spec) == tuple(numbers.out_spec) == last
         and image.shape[:-1] == result.shape[:-1]
         and not any(map(any, params["padding"]))
-        and all(d == 1 for d in params["lhs_dilation"])
-        and params["feature_group_count"] == params["batch_group_count"] == 1
-        and image.dtype in (jnp.float32, jnp.float64)
-        and image.dtype == kernel.dtype == result.dtype
     )
 
 
@@ -90,12 +98,11 @@ def as_one_product(params: dict[str, Any], image: jax.Array, kernel: jax.Array):
 
 def is_filter_gradient(equation: Equation) -> bool:
     """Whether it slides a filter to fewer places than the filter has elements."""
-    if equation.primitive.name != "conv_general_dilated":
+    if not _is_plain(equation):
         return False
-    params = equation.params
+    numbers = equation.params["dimension_numbers"]
     image, filters = equation.operand_shapes
     (result,) = equation.result_shapes
-    numbers = params["dimension_numbers"]
     last = image.ndim - 1
     places = math.prod(result.shape[d] for d in numbers.out_spec[2:])
     elements = math.prod(filters.shape[d] for d in numbers.rhs_spec[2:])
@@ -105,10 +112,6 @@ def is_filter_gradient(equation: Equation) -> bool:
         # [batch, ..., channels], of which the batch is summed over
         and tuple(numbers.lhs_spec) == (last, 0, *range(1, last))
         and tuple(numbers.rhs_spec) == (last, 0, *range(1, last))
-        and params["feature_group_count"] == params["batch_group_count"] == 1
-        and all(d == 1 for d in params["lhs_dilation"])
-        and image.dtype in (jnp.float32, jnp.float64)
-        and image.dtype == filters.dtype == result.dtype
     )
 
 

@@ -1,7 +1,7 @@
 """Gradients of max pooling by comparison, for XLA's CPU backend.
 
 XLA on the CPU finds the largest element of each window with the indices of all of them,
-and scatters: it allocates some five times the image, and takes twenty times as long as
+and scatters: it allocates some five times the image, and takes ten times as long as
 comparing shifted images does.
 """
 
