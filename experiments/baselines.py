@@ -43,7 +43,7 @@ def capuchin(graph: Graph, costs: Costs, budget: Budget) -> Plan:
     """Page first, and recompute what does not fit. Raises BudgetTooSmall."""
     since = time.monotonic()
     state = keep_everything(graph, costs)
-    eviction = _PageFirst(graph, costs, state, True, True, "time")
+    eviction = _PageFirst(costs, state, True, True, "time")
     judged = _evict(eviction, state, budget)
     return _plan("capuchin", judged, since, graph, costs, budget)
 
@@ -51,8 +51,8 @@ def capuchin(graph: Graph, costs: Costs, budget: Budget) -> Plan:
 class _OffloadCheckpoints(Eviction):
     """Pages what segments keep that run again, and nothing else."""
 
-    def __init__(self, graph, costs, state, checkpoints: set[int]):
-        super().__init__(graph, costs, state, False, True, "time")
+    def __init__(self, costs, state, checkpoints: set[int]):
+        super().__init__(costs, state, False, True, "time")
         self.checkpoints = checkpoints
 
     def options(self, value, stage, life):
@@ -93,7 +93,7 @@ def _first_again(graph, costs, budget, length: int, end: int) -> Judged:
     once = {*range(end)} - again if again else ()
     kept = {v for n in once for v in graph.nodes[n].writes}
     state = judge(graph, costs, stages.actions(graph))
-    return _evict(_OffloadCheckpoints(graph, costs, state, kept), state, budget)
+    return _evict(_OffloadCheckpoints(costs, state, kept), state, budget)
 
 
 def _rank(judged: Judged, budget: Budget) -> tuple[bool, float]:
@@ -109,7 +109,7 @@ def _evict(eviction: Eviction, state: Judged, budget: Budget) -> Judged:
         if not eviction.step(state, over):
             return state
         state = eviction.judged()
-    return prefetch(eviction.graph, eviction.costs, state, budget)
+    return prefetch(eviction.costs, state, budget)
 
 
 def _plan(name, judged: Judged, since, graph, costs, budget) -> Plan:

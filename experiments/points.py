@@ -22,7 +22,7 @@ from poet_jax.planners.judge import (
     fits,
     floor_bytes,
     is_too_late,
-    judge,
+    judge_plan,
     keep_everything,
 )
 from poet_jax.transform import PASSES
@@ -226,7 +226,7 @@ class Sweep:
     def _best(self, parts, graph, costs, budget) -> poet_jax.Plan | None:
         """The cheapest plan that fits of those for any device, budget and deadline."""
         known = [
-            (judge(graph, costs, plan.actions).usage, plan)
+            (judge_plan(graph, costs, plan).usage, plan)
             for (part, _, asked), plan in self._last.items()
             if part in parts and asked.memory_bytes <= budget.memory_bytes
             if isinstance(plan, poet_jax.Plan)
@@ -305,7 +305,7 @@ def rules_row(
         plan = poet_jax.PaperPlanner("HIGHS", time_limit_seconds=6 * limit)(
             graph, costs, budget
         )
-        usage = judge(graph, costs, plan.actions).usage
+        usage = judge_plan(graph, costs, plan).usage
         over = [
             name
             for name, bad in (
@@ -326,7 +326,7 @@ def rules_row(
     try:
         planner = poet_jax.MilpPlanner(time_limit_seconds=limit, progress=False)
         plan = planner(graph, costs, budget)
-        usage = judge(graph, costs, plan.actions).usage
+        usage = judge_plan(graph, costs, plan).usage
         row |= {
             "milp_status": plan.status.name,
             "milp_joules": plan.objective,

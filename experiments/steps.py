@@ -74,8 +74,10 @@ def training_step(loss, optimizer: optax.GradientTransformation):
 
 def in_ram(tree) -> int:
     """Bytes of the arrays in a pytree that are in RAM."""
-    leaves = jax.tree.leaves(tree)
-    return sum(x.nbytes for x in leaves if not isinstance(x, PagedArray))
+    return sum(
+        x.copied_bytes if isinstance(x, PagedArray) else x.nbytes
+        for x in jax.tree.leaves(tree)
+    )
 
 
 # What `jax.checkpoint` is put around, layer by layer, where a model has one of them.

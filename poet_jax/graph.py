@@ -139,10 +139,12 @@ class Place:
     Attributes:
       leaf: number of the flat argument or output.
       block: which of its row blocks; None for all of it.
+      replaces: of an output, the flat argument whose home it takes, if any.
     """
 
     leaf: int
     block: int | None = None
+    replaces: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -160,6 +162,8 @@ class Graph:
       in_tree, out_tree: pytree structures of `((*args), {**kwargs})` and of the result.
       stored: values that are on storage, and not in RAM, when the step begins.
       landing: values that the step leaves on storage, and not in RAM.
+      resident: of `stored`, those that are in RAM, too, when the step begins, as their
+        `successors` are when it ends. A plan decides that.
       rewritten: whether other equations than those traced compute the same.
     """
 
@@ -173,6 +177,7 @@ class Graph:
     out_tree: Any = None
     stored: dict[int, Place] = dataclasses.field(default_factory=dict)
     landing: dict[int, Place] = dataclasses.field(default_factory=dict)
+    resident: frozenset[int] = frozenset()
     rewritten: bool = False
 
     def __post_init__(self):
@@ -216,25 +221,55 @@ class Graph:
     def pinned(self) -> frozenset[int]:
         """Values alive throughout: constants, and arguments that the caller keeps in
         RAM."""
-        return frozenset(self.initial) - self.donated
+        return frozenset(self.initial) - self.donated - self.stored.keys()
 
     @functools.cached_property
     def initial(self) -> tuple[int, ...]:
         """Values in RAM before the first node: arguments and constants, each once."""
         both = dict.fromkeys((*self.arguments, *self.constants))
-        return tuple(v for v in both if v not in self.stored)
+        here = (v for v in both if v not in self.stored)
+        return (*here, *sorted(self.resident))
 
     @functools.cached_property
     def returned(self) -> tuple[int, ...]:
         """Values in RAM after the last node: outputs, each once."""
         landed = {place.leaf for place in self.landing.values()}
-        return tuple(
-            dict.fromkeys(
-                v
-                for leaf, v in enumerate(self.outputs)
-                if leaf not in landed and v not in self.stored
-            )
-        )
+        here = [
+            v
+            for leaf, v in enumerate(self.outputs)
+            if leaf not in landed and v not in self.stored
+        ]
+        here += [self.successors[v] for v in sorted(self.resident)]
+        return tuple(dict.fromkeys(here))
+
+    @functools.cached_property
+    def successors(self) -> dict[int, int]:
+        """By value on storage that some node reads, what the next step finds in its
+        place: the value that lands there, or itself if it is not donated.
+
+        That one may wait for the next step in RAM, which then need not page it in.
+        """
+        landing = {
+            (place.replaces, place.block): v for v, place in self.landing.items()
+        }
+        found = {}
+        for v, place in self.stored.items():
+            if (place.leaf, place.block) in landing:
+                successor = landing[place.leaf, place.block]
+            elif self.arguments[place.leaf] not in self.donated:
+                successor = v
+            else:
+                continue
+            if self.readers[v] and self.values[v].nbytes:
+                found[v] = successor
+        return found
+
+    def with_resident(self, values: Iterable[int]) -> "Graph":
+        """The graph with these of `successors` in RAM between steps."""
+        values = frozenset(values)
+        if values == self.resident:
+            return self
+        return dataclasses.replace(self, resident=values)
 
     @functools.cached_property
     def stored_bytes(self) -> int:

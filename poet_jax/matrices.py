@@ -31,6 +31,7 @@ class Matrices:
 def matrices(graph: Graph, plan: Plan) -> Matrices:
     """The matrices of `plan`, node by node. Raises PlanInvalid as `lower` does."""
     program = lower(graph, plan)
+    graph = program.graph
     stages = len(graph.nodes) + 1
     R = np.zeros((stages, len(graph.nodes)), np.int64)
     S_ram = np.zeros((stages, len(graph.values)), bool)

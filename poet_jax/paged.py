@@ -22,6 +22,7 @@ BLOCK_BYTES = 16 * 2**20
 SMALL_BYTES = 2**16
 
 _keys = itertools.count()
+_copied: "weakref.WeakSet[PagedArray]" = weakref.WeakSet()
 
 
 def row_blocks(shape: tuple[int, ...], dtype: Any) -> list[slice]:
@@ -40,7 +41,8 @@ class PagedArray:
     A function that `poet_jax.schedule` made takes it like a `jax.Array`, pages it in
     where it is read, and gives a new one for it where it is donated. Anything else
     reads it whole, by `np.asarray` or `jnp.asarray`. Its room in the store is free
-    again when it is deleted, donated or garbage.
+    again when it is deleted, donated or garbage. Where a plan has room for that, a step
+    leaves a copy of it in RAM for the next step, which any other step drops.
 
     Attributes:
       shape, dtype: as of the array.
@@ -59,6 +61,7 @@ class PagedArray:
         self._blocks = row_blocks(self.shape, self.dtype)
         self._keys = [("state", next(_keys)) for _ in self._blocks]
         self._written: set[Any] = set()
+        self._copies: dict[int | None, jax.Array] = {}
         self._release = weakref.finalize(self, _delete, store, self._written)
         self._release.atexit = False
 
@@ -84,12 +87,18 @@ class PagedArray:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def copied_bytes(self) -> int:
+        """How many of its bytes are in RAM, too."""
+        return sum(copy.nbytes for copy in self._copies.values())
+
     def is_deleted(self) -> bool:
         return not self._release.alive
 
     def delete(self) -> None:
-        """Free its room in the store."""
+        """Free its room in the store, and in RAM."""
         self._release()
+        self._copies.clear()
 
     def write(self, data: np.ndarray, block: int | None, name: str) -> None:
         """Set all bytes, or those of a row block, from `data` [nbytes] of uint8."""
@@ -114,6 +123,17 @@ class PagedArray:
                     "store forgets everything when it is closed. Keep it open as long "
                     "as its PagedArrays are in use."
                 ) from error
+
+    def keep_copy(self, block: int | None, copy: jax.Array) -> None:
+        """Hold `copy`, of all or of a row block, in RAM until it is taken or
+        dropped."""
+        self._copies[block] = copy
+        _copied.add(self)
+
+    def take_copy(self, block: int | None) -> jax.Array | None:
+        """The copy in RAM of all, or of a row block, which this does not hold any
+        more; None if there is none."""
+        return self._copies.pop(block, None)
 
     def _parts(self, data: np.ndarray, block: int | None) -> Iterable[Any]:
         """(key, its part of `data`) of each block."""
@@ -145,6 +165,13 @@ class PagedArray:
     def __repr__(self) -> str:
         gone = ", deleted" if self.is_deleted() else ""
         return f"PagedArray({self.dtype}{list(self.shape)}{gone})"
+
+
+def drop_copies() -> None:
+    """Leave every `PagedArray` on storage alone."""
+    for paged in list(_copied):
+        paged._copies.clear()
+    _copied.clear()
 
 
 def in_ram(tree: Any) -> Any:
@@ -183,7 +210,7 @@ def at_home(graph: Graph, paged: Collection[int]) -> Graph:
         for leaf, output in unpaired.items():
             same = graph.values[output].kind == graph.values[value].kind
             if same and output not in landing:
-                landing[output] = Place(leaf)
+                landing[output] = Place(leaf, replaces=stored[value].leaf)
                 del unpaired[leaf]
                 break
     donated = {

@@ -9,7 +9,7 @@ from poet_jax.errors import BudgetTooSmall
 from poet_jax.figures import new_figure
 from poet_jax.graph import Graph
 from poet_jax.plan import Budget, BudgetLike, Plan, Planner, parse_budget
-from poet_jax.planners.judge import fits, judge, keep_everything
+from poet_jax.planners.judge import fits, judge_plan, keep_everything
 from poet_jax.planners.milp import MilpPlanner
 from poet_jax.price import Costs
 from poet_jax.simulate import Usage
@@ -152,7 +152,7 @@ def pareto(
     chosen: list[Budget] = []
     plans: list[Plan] = []
     for budget in asked:
-        known = [x for x in plans if fits(judge(graph, costs, x.actions).usage, budget)]
+        known = [x for x in plans if fits(judge_plan(graph, costs, x).usage, budget)]
         last = min(known, key=lambda plan: plan.objective, default=None)
         try:
             if isinstance(planner, MilpPlanner):
@@ -177,7 +177,7 @@ def pareto(
         )
         plans[number] = dataclasses.replace(plan, bound=min(bound, plan.objective))
     points = [
-        Point(budget, plan, judge(graph, costs, plan.actions).usage)
+        Point(budget, plan, judge_plan(graph, costs, plan).usage)
         for budget, plan in zip(chosen, plans, strict=True)
     ]
     return Front(tuple(points), smallest_bytes, least_bytes, baseline)

@@ -143,6 +143,7 @@ class Plan:
       planner: who made it.
       solve_seconds: how long that took.
       statistics: numbers of the solve: binaries, rows, rounds.
+      resident: values on storage that are in RAM, too, from one step to the next.
     """
 
     actions: tuple[Action, ...]
@@ -152,6 +153,7 @@ class Plan:
     planner: str
     solve_seconds: float = 0.0
     statistics: dict[str, int] = dataclasses.field(default_factory=dict)
+    resident: frozenset[int] = frozenset()
 
     @property
     def gap(self) -> float:
@@ -192,6 +194,7 @@ def plan_to_dict(graph: Graph, plan: Plan) -> dict[str, Any]:
         "planner": plan.planner,
         "solve_seconds": plan.solve_seconds,
         "statistics": plan.statistics,
+        "resident": sorted(plan.resident),
     }
 
 
@@ -213,6 +216,7 @@ def plan_from_dict(graph: Graph, data: dict[str, Any]) -> Plan:
         planner=data["planner"],
         solve_seconds=data["solve_seconds"],
         statistics=data["statistics"],
+        resident=frozenset(data["resident"]),
     )
 
 
@@ -267,10 +271,10 @@ class Stages:
 
     @classmethod
     def empty(cls, graph: Graph) -> "Stages":
-        """Every node once; what is on storage is paged in for its first read."""
+        """Every node once; what is only on storage is paged in for its first read."""
         stages = range(len(graph.nodes) + 1)
         page_ins: list[set[int]] = [set() for _ in stages]
-        for value in graph.stored:
+        for value in graph.stored.keys() - graph.resident:
             if graph.readers[value]:
                 page_ins[graph.readers[value][0]].add(value)
         page_outs = {*graph.stored, *graph.landing}
@@ -298,9 +302,8 @@ class Stages:
 
     def actions(self, graph: Graph) -> tuple[Action, ...]:
         """The actions in order; reruns come in base order within their stage."""
-        actions: list[Action] = [
-            PageOut(v) for v in graph.initial if v in self.page_outs
-        ]
+        outs = self.page_outs - graph.stored.keys()
+        actions: list[Action] = [PageOut(v) for v in graph.initial if v in outs]
         for stage, (reruns, page_ins) in enumerate(
             zip(self.reruns, self.page_ins, strict=True)
         ):

@@ -196,7 +196,7 @@ def _tuples(data: Any) -> Any:
 def lower(graph: Graph, plan: Plan) -> Program:
     """The program of a plan, with every `Free`. Raises PlanInvalid; see
     `lower_actions`."""
-    return lower_actions(graph, plan.actions)
+    return lower_actions(graph.with_resident(plan.resident), plan.actions)
 
 
 def lower_actions(graph: Graph, actions: Sequence[Action]) -> Program:

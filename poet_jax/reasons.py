@@ -5,7 +5,7 @@ import dataclasses
 from poet_jax.explain import decisions
 from poet_jax.graph import Graph
 from poet_jax.plan import Compute, Free, PageIn, PageOut, Plan
-from poet_jax.planners.judge import judge
+from poet_jax.planners.judge import judge_plan
 from poet_jax.price import Costs
 from poet_jax.program import Program
 from poet_jax.simulate import Usage
@@ -49,7 +49,8 @@ class Reason:
 
 def reasons(graph: Graph, costs: Costs, plan: Plan) -> tuple[Reason, ...]:
     """[V] why each value was kept, rematerialised or paged, by the plan's own costs."""
-    judged = judge(graph, costs, plan.actions)
+    judged = judge_plan(graph, costs, plan)
+    graph = judged.graph
     lives = _lives(judged.program, judged.usage)
     made = decisions(judged.program)
     runs = judged.program.runs
@@ -243,6 +244,11 @@ class _Words:
             texts.append(
                 f"Written to storage, where the caller keeps it: "
                 f"{_cost(*self.transfers())}."
+            )
+        if self.value in self.graph.resident:
+            texts.append(
+                "In RAM from the step before: paging it in would cost "
+                f"{_cost(*self.transfers(1, 0))}."
             )
         if self.life.idle_seconds <= 0:
             return " ".join([*texts, "Never idle: freeing it earlier saves nothing."])

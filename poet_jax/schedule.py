@@ -151,7 +151,8 @@ class Schedule:
             plan = plan_from_dict(self.graph, data["plan"])
             costs = costs_from_dict(data["costs"])
             budget = Budget(**data["budget"])
-            program = program_from_list(self.graph, data["program"])
+            graph = self.graph.with_resident(plan.resident)
+            program = program_from_list(graph, data["program"])
             schedule = Schedule.of(self.graph, costs, budget, plan, program)
         except PlanInvalid:
             raise

@@ -200,7 +200,7 @@ class _Streamer:
                 if self.values[value].shape:
                     place = self.graph.landing[value]
                     writes.append(self.new(value, number, rows))
-                    self.landing[writes[-1]] = Place(place.leaf, number)
+                    self.landing[writes[-1]] = dataclasses.replace(place, block=number)
                 elif number == 0:
                     writes.append(value)
                 else:

@@ -61,7 +61,7 @@ def graphs(draw, min_nodes=4, max_nodes=9, static_watts=(0.0, 0.5), stored=True)
     graph = kind(rng, count)
     if stored and rng.random() < 0.4:
         graph = partly_at_home(rng, graph)
-    graph = written_in_place(rng, graph)
+    graph = succeeded(rng, written_in_place(rng, graph))
     size = len(graph.values)
     return graph, poet_jax.Costs(
         seconds=rng.integers(1, 10, count).astype(float),
@@ -190,6 +190,20 @@ def partly_at_home(rng, graph):
     return dataclasses.replace(graph, stored=stored, landing=landing)
 
 
+def succeeded(rng, graph):
+    """`graph` with most donated arguments on storage as large as a result that lands
+    there, which takes their home."""
+    values, landing = list(graph.values), dict(graph.landing)
+    free = [v for v, place in landing.items() if graph.outputs.count(v) == 1]
+    for v, place in graph.stored.items():
+        if v in graph.donated and v not in graph.outputs and free:
+            if rng.random() < 0.8:
+                new = free.pop(rng.integers(len(free)))
+                landing[new] = dataclasses.replace(landing[new], replaces=place.leaf)
+                values[v] = dataclasses.replace(values[new], name=values[v].name)
+    return dataclasses.replace(graph, values=tuple(values), landing=landing)
+
+
 @st.composite
 def budgeted_graphs(draw, **options):
     """(graph, costs, bytes) between what no plan can do without and keep-all's peak."""
@@ -273,11 +287,21 @@ class RecordingStore:
 
 
 def brute_force(graph, costs, memory_bytes):
-    """The fewest joules of any sequence of moves within `memory_bytes`, or None.
+    """The fewest joules of any sequence of moves within `memory_bytes`, or None,
+    whatever is in RAM between steps."""
+    successors = list(graph.successors)
+    found = [
+        _fewest_joules(graph.with_resident(resident), costs, memory_bytes)
+        for size in range(len(successors) + 1)
+        for resident in itertools.combinations(successors, size)
+    ]
+    return min((joules for joules in found if joules is not None), default=None)
 
-    Dijkstra's search over (stage, last node run again in it, RAM, storage), sets as bit
-    masks. It knows nothing of touches, gaps or `lower`, and takes static_watts for 0.
-    """
+
+def _fewest_joules(graph, costs, memory_bytes):
+    """Dijkstra's search over (stage, last node run again in it, RAM, storage), sets as
+    bit masks. It knows nothing of touches, gaps or `lower`, and takes static_watts for
+    0."""
     count, everything = len(graph.nodes), range(len(graph.values))
     nbytes = [int(n) for n in costs.nbytes]
 

@@ -20,11 +20,11 @@ def test_prefetching_is_never_later_and_never_over_the_budget(case, more):
     graph, costs, budget = case
     judged = evict(graph, costs, poet_jax.Budget(budget))
     room = poet_jax.Budget(max(budget, judged.usage.peak_bytes) + more)
-    moved = prefetch(graph, costs, judged, room)
+    moved = prefetch(costs, judged, room)
     assert moved.usage.seconds <= judged.usage.seconds
     assert moved.usage.peak_bytes <= room.memory_bytes
     assert Counter(moving(moved.actions)) == Counter(moving(judged.actions))
-    once = prefetch(graph, costs, moved, room)
+    once = prefetch(costs, moved, room)
     assert once.usage.seconds <= moved.usage.seconds
 
 
@@ -42,8 +42,8 @@ def test_transfers_behind_one_another_all_start_early_enough():
     )
     judged = keep_everything(graph, costs)
     assert judged.usage.seconds == 7
-    assert prefetch(graph, costs, judged, poet_jax.Budget(9)).usage.seconds == 4
+    assert prefetch(costs, judged, poet_jax.Budget(9)).usage.seconds == 4
     # With room for one of them beside the two values of a node.
     tight = poet_jax.Budget(judged.usage.peak_bytes)
-    late = prefetch(graph, costs, judged, tight).usage
+    late = prefetch(costs, judged, tight).usage
     assert late.peak_bytes == judged.usage.peak_bytes and late.seconds <= 7

@@ -557,3 +557,106 @@ def test_two_schedules_may_train_one_state_in_turns(store):
         np.testing.assert_allclose(got, loss, rtol=1e-5)
         assert store.nbytes == state_bytes(state)
     assert_close(state, expected)
+
+
+MILP = poet_jax.MilpPlanner(time_limit_seconds=5, progress=False)
+
+
+def resident_case(budget="150%", store=None):
+    """(step, state, store) of which a plan keeps some in RAM between steps."""
+    init, fun = case("momentum")
+    store = store or poet_jax.HostStore()
+    state = poet_jax.init_paged(init, store, jax.random.key(0), min_bytes=4096)
+    return schedule(fun, budget, store, planner=MILP), state, store
+
+
+def copied_bytes(tree):
+    return sum(
+        leaf.copied_bytes
+        for leaf in jax.tree.leaves(tree)
+        if isinstance(leaf, PagedArray)
+    )
+
+
+@pytest.mark.parametrize("budget", ["70%", "120%", "1GiB"])
+def test_state_that_the_plan_keeps_in_ram_is_not_paged_in_again(budget):
+    step, state, store = resident_case(budget)
+    made = step.plan(state, X)
+    graph, usage = made.program.graph, made.usage
+    waiting = sum(graph.values[v].nbytes for v in made.plan.resident)
+    assert bool(waiting) == bool(made.plan.resident)
+    if budget == "1GiB":
+        assert made.plan.resident == graph.successors.keys()
+        # What is read whole and replaced block by block has no one successor.
+        others = graph.stored.keys() - graph.successors
+        assert usage.bytes_paged_in == sum(
+            graph.values[v].nbytes for v in others if graph.readers[v]
+        )
+    init, fun = case("momentum")
+    expected = init(jax.random.key(0))
+    for number in range(3):
+        state, value = step(state, X)
+        expected, loss = jax.jit(fun)(expected, X)
+        np.testing.assert_allclose(value, loss, rtol=1e-5)
+        assert copied_bytes(state) == waiting
+        first = waiting if number == 0 else 0  # nothing was left there yet
+        assert step.last_run.bytes_paged_in == usage.bytes_paged_in + first
+        assert step.last_run.bytes_paged_out == usage.bytes_paged_out
+        assert step.last_run.peak_bytes == usage.peak_bytes
+    assert_close(state, expected)  # what is on storage is what is in RAM
+
+
+def test_copies_of_state_go_when_another_step_begins_or_memory_is_released():
+    step, state, _ = resident_case()
+    other, held, _ = resident_case()
+    state, _ = step(state, X)
+    assert copied_bytes(state)
+    held, _ = other(held, X)
+    assert copied_bytes(held) and not copied_bytes(state)
+    poet_jax.release()
+    assert not copied_bytes(held)
+    state, _ = step(state, X)
+    held, _ = other(held, X)
+    assert_close(state, held)
+
+
+def test_a_step_that_fails_leaves_state_whole_that_was_in_ram():
+    class Failing(poet_jax.HostStore):
+        is_full = False
+
+        def write(self, key, data, name):
+            if self.is_full:
+                raise poet_jax.PageStoreError("full")
+            super().write(key, data, name)
+
+    step, state, store = resident_case("1GiB", Failing())
+    state, _ = step(state, X)
+    before = jax.tree.map(np.asarray, state)
+    assert copied_bytes(state)
+    store.is_full = True
+    with pytest.raises(poet_jax.PageStoreError):
+        step(state, X)
+    store.is_full = False
+    assert_close(state, before)
+    again, _ = step(state, X)
+    expected, _ = jax.jit(case("momentum")[1])(before, X)
+    assert_close(again, expected)
+
+
+def test_frozen_state_stays_in_ram_where_there_is_room(tmp_path):
+    store = poet_jax.HostStore()
+    frozen = PagedArray.of(jnp.ones((128, 128)), store)
+    step = poet_jax.schedule(
+        lambda w, x: jnp.tanh(x @ w).sum(),
+        "1GiB",
+        **OPTIONS | {"executor": poet_jax.HostExecutor(store, False), "planner": MILP},
+    )
+    made = step.plan(frozen, X)
+    for expected in (frozen.nbytes, 0):
+        step(frozen, X)
+        assert step.last_run.bytes_paged_in == expected
+        assert frozen.copied_bytes == frozen.nbytes
+    made.to_json(tmp_path / "plan.json")
+    again = made.from_json(tmp_path / "plan.json")
+    assert again.plan == made.plan and again.usage.joules == made.usage.joules
+    assert any("from the step before" in reason.text for reason in made.reasons())

@@ -27,7 +27,9 @@ def test_more_memory_never_costs_more_and_the_ends_are_known(planner, case):
     budgets = [point.budget.memory_bytes for point in front.points]
     assert budgets == sorted(budgets) and budgets[0] == front.smallest_bytes
     assert front.least_bytes <= front.smallest_bytes
-    assert objectives[-1] == pytest.approx(front.baseline.joules)
+    assert objectives[-1] <= front.baseline.joules * (1 + 1e-9)
+    if not graph.successors:  # else it may also keep state from step to step
+        assert objectives[-1] == pytest.approx(front.baseline.joules)
 
 
 @settings(max_examples=15)
@@ -49,7 +51,7 @@ def test_no_point_needs_more_storage_than_the_device_has(case, room):
     room += keep_everything(graph, costs).usage.store_bytes  # of what lives there
     front = poet_jax.pareto(graph, costs, store_bytes=room)
     assert all(point.usage.store_bytes <= room for point in front.points)
-    assert front.points[-1].usage.joules == pytest.approx(front.baseline.joules)
+    assert front.points[-1].usage.joules <= front.baseline.joules * (1 + 1e-9)
     free = poet_jax.pareto(graph, costs)
     assert front.smallest_bytes >= free.least_bytes
 

@@ -130,7 +130,7 @@ def test_what_is_in_ram_is_read_again_or_returned(planner, case):
     if isinstance(made, poet_jax.BudgetTooSmall):
         return
     program = poet_jax.lower(graph, made)
-    instructions = program.instructions
+    graph, instructions = program.graph, program.instructions
     assert moving(instructions) == moving(made.actions)
 
     def reads(x):

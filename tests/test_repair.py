@@ -22,14 +22,14 @@ def test_evictions_add_cost_until_the_plan_fits_and_refilling_takes_cost_away(
     graph, costs = case
     keep_all = keep_everything(graph, costs)
     budget = poet_jax.Budget(max(1, int(share * keep_all.usage.peak_bytes)))
-    states = list(evictions(graph, costs, budget, keep_all, "energy"))
+    states = list(evictions(costs, budget, keep_all, "energy"))
     joules = [state.usage.joules for state in states]
     assert joules == sorted(joules)
     peaks = [state.usage.peak_bytes for state in states]
     assert all(peak > budget.memory_bytes for peak in peaks[:-1])
     if peaks[-1] > budget.memory_bytes:
         return
-    full = refill(graph, costs, budget, states[-1], "energy")
+    full = refill(costs, budget, states[-1], "energy")
     assert full.usage.peak_bytes <= budget.memory_bytes
     assert full.usage.joules <= states[-1].usage.joules
 
@@ -42,11 +42,13 @@ def test_with_room_for_everything_refilling_gives_keep_all(case, share):
     budget = poet_jax.Budget(max(1, int(share * keep_all.usage.peak_bytes)))
     judged = evict(graph, costs, budget)
     most = poet_jax.Budget(int(costs.nbytes.sum() + costs.workspace_bytes.sum()) + 1)
-    full = refill(graph, costs, most, judged, "energy")
-    assert full.usage.joules == keep_all.usage.joules
+    full = refill(costs, most, judged, "energy")
+    assert full.graph.resident == graph.successors.keys()
+    everything = keep_everything(full.graph, costs).usage
+    assert full.usage.joules == everything.joules <= keep_all.usage.joules
     least = brute_force(graph, costs, budget.memory_bytes)
     if least is not None and judged.usage.peak_bytes <= budget.memory_bytes:
-        full = refill(graph, costs, budget, judged, "energy")
+        full = refill(costs, budget, judged, "energy")
         assert full.usage.joules >= least * (1 - 1e-9)
 
 

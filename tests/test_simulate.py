@@ -176,6 +176,7 @@ def test_usage_adds_up(case):
             continue
         program = poet_jax.lower(graph, plan)
         usage = poet_jax.simulate(program, costs)
+        graph = program.graph
         ram, expected, seen = set(graph.initial), [], set()
         for row, x in enumerate(program.instructions):
             if isinstance(x, Compute):

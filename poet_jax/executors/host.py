@@ -30,7 +30,7 @@ from poet_jax.fuse import fuse
 from poet_jax.graph import Value
 from poet_jax.in_place import node_workspaces
 from poet_jax.machine import default_store
-from poet_jax.paged import PagedArray
+from poet_jax.paged import PagedArray, drop_copies
 from poet_jax.plan import Compute, Free, PageIn, PageOut
 from poet_jax.price import Costs
 from poet_jax.program import Fused, Program
@@ -277,8 +277,9 @@ def release() -> None:
 
     A step keeps its idle buffers from one call to the next, within its budget, and the
     system may take them if it runs short of memory. This gives them back at once; the
-    next call takes them anew.
+    next call takes them anew. Copies of `PagedArray`s in RAM go, too.
     """
+    drop_copies()
     for runner in list(_runners):
         runner.release()
     heap.release()
@@ -310,6 +311,12 @@ class _Step:
         self.is_done = False
         # One array may be several arguments; it goes when the last of them is freed.
         self.holders = Counter(map(id, self.arrays.values()))
+        for value in graph.resident:
+            place = graph.stored[value]
+            copy = leaves[place.leaf].take_copy(place.block)
+            if copy is not None:
+                self.arrays[value] = copy
+        drop_copies()  # those of other steps are memory that this plan does not know of
         self.loading: dict[int, concurrent.futures.Future] = {}
         self.saving: dict[int, concurrent.futures.Future] = {}
         self.storage = concurrent.futures.ThreadPoolExecutor(1, "poet_jax-storage")
@@ -325,6 +332,8 @@ class _Step:
         self.row = -1
         self.pool = pool
         self.pool.begin(self.live_bytes)
+        for value in graph.resident - self.arrays.keys():
+            self.arrays[value] = self.fetch(value, self.page(graph.values[value]))
 
     def clock(self) -> float:
         """Seconds since the run began."""
@@ -448,9 +457,18 @@ class _Step:
     def load(
         self, row: int, value: int, array: jax.Array | None, last: bool
     ) -> jax.Array:
+        self.start_seconds[row] = self.clock()
+        array = self.fetch(value, array, last)
+        self.transferred(row)
+        return array
+
+    def fetch(
+        self, value: int, array: jax.Array | None, last: bool = False
+    ) -> jax.Array:
+        """A value from storage, read into `array` unless the host cannot write
+        there."""
         description = self.graph.values[value]
         data = np.empty(description.nbytes, np.uint8) if array is None else view(array)
-        self.start_seconds[row] = self.clock()
         if value in self.graph.stored:
             place = self.graph.stored[value]
             self.leaves[place.leaf].read(data, place.block, description.name)
@@ -463,7 +481,6 @@ class _Step:
                 self.store.delete(self.key(value))
                 self.waiting.remove(self.key(value))
         self.bytes_paged_in += data.nbytes
-        self.transferred(row)
         if array is not None:
             return array
         host = data.view(description.dtype).reshape(description.shape)
@@ -508,6 +525,11 @@ class _Step:
             else self.arrays[value]
             for leaf, value in enumerate(graph.outputs)
         ]
+        for value in graph.resident:
+            new = graph.successors[value]
+            place = graph.landing.get(new) or graph.stored[value]
+            holder = self.landed if new in graph.landing else self.leaves
+            holder[place.leaf].keep_copy(place.block, self.arrays[new])
         kept = set(map(id, outputs))
         for value in graph.donated.intersection(graph.stored):
             paged = self.leaves[graph.stored[value].leaf]

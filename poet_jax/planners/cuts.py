@@ -7,6 +7,8 @@ step (j = 0) to its end. Whatever a plan does, it gives values to
     x[v, j]   v is in RAM at cut j
     r[i, j]   node i runs again in segment j     in[v, j]  v is paged in in segment j
     out[v]    v is written to storage
+    x[v, 0]   v, which is on storage, is in RAM when the step begins, and what takes its
+              place when it ends
 
 so the minimum is a lower bound for all plans, and few cuts make a small program. RAM
 is limited at the cuts alone, which are added where the plan of a solution exceeds it.
@@ -72,6 +74,11 @@ class Cuts:
         self.r: dict[tuple[int, int], Any] = {}
         self.page_in: dict[tuple[int, int], Any] = {}
         self.page_out: dict[int, Any] = {}
+        self.waiting = {}  # x[v, 0]
+        if budget is not None and choice is None:
+            waiting = [v for v in graph.successors if v not in self.small]
+            self.waiting = {v: self.model.add_var(binary=True) for v in waiting}
+            self.x |= {(v, 0): y for v, y in self.waiting.items()}
         self.chosen = None if choice is None else Chosen(self.model, choice)
         # In each segment: whether the base nodes there that read a value run.
         self.needed: list[dict[int, list[Any]]] = [{} for _ in range(self.last + 1)]
@@ -121,21 +128,18 @@ class Cuts:
         start = self.nodes[segment - 1] if segment else -1
         return value not in self.small and self.graph.producer.get(value, -1) <= start
 
-    def reads(self, stage: int) -> tuple[int, ...]:
-        if stage < len(self.graph.nodes):
-            return self.graph.nodes[stage].reads
-        return self.graph.returned
-
     def runs(self, stage: int) -> Any:
         """Whether a base node runs: 1, but for what may be left out."""
         return 1 if self.chosen is None else self.chosen.runs(stage)
 
     def needs(self, stage: int) -> list[tuple[int, Any]]:
         """(value, whether it is read) of what a base node may read."""
-        if stage < len(self.graph.nodes) or self.chosen is None:
-            runs = self.runs(stage) if stage < len(self.graph.nodes) else 1
-            return [(v, runs) for v in self.reads(stage)]
-        return self.chosen.returned(self.graph.returned)
+        if stage < len(self.graph.nodes):
+            return [(v, self.runs(stage)) for v in self.graph.nodes[stage].reads]
+        if self.chosen is not None:
+            return self.chosen.returned(self.graph.returned)
+        waiting = [(self.graph.successors[v], y) for v, y in self.waiting.items()]
+        return [(v, 1) for v in self.graph.returned] + waiting
 
     def _deadline_rows(self) -> None:
         """(11) of the base nodes that run."""
@@ -223,7 +227,7 @@ class Cuts:
                 if (segment or v in stored) and self.is_older(v, segment):
                     model += again <= self.sources(v, segment)  # (14)
         for (v, cut), kept in self.x.items():
-            same = self.x.get((v, cut - 1)) is kept
+            same = cut == 0 or self.x.get((v, cut - 1)) is kept
             begins = cut == 1 and v not in stored  # in RAM, then
             if not (begins or same) and self.is_older(v, cut - 1):
                 model += kept <= self.sources(v, cut - 1)  # (15)
@@ -283,9 +287,12 @@ class Cuts:
         else:
             self.memory = (self.budget.memory_bytes - reserve_bytes) / unit
         pinned = sum(nbytes[v] for v in graph.pinned)
-        held: dict[int, list[Any]] = {cut: [] for cut in range(1, self.last + 1)}
+        held: dict[int, list[Any]] = {cut: [] for cut in range(self.last + 1)}
         for (v, cut), kept in self.x.items():
             held[cut].append(nbytes[v] / unit * kept)
+        for both in (graph.initial, graph.returned) if held[0] else ():
+            fixed = sum(nbytes[v] for v in both)
+            self.model += xsum([*held[0], fixed / unit]) <= self.memory
         for cut, number in enumerate(self.nodes, start=1):
             node, runs = graph.nodes[number], self.runs(number)
             own_bytes = int(self.costs.workspace_bytes[number])

@@ -8,6 +8,9 @@ one binary for each gap is enough.
     x[v, k]  v stays in RAM over its k-th gap, from touch k to touch k + 1
     r[i, t]  node i runs again in stage t        in[v, t]  v is paged in during stage t
     out[v]   v is written to storage, once, right after it is produced
+
+A value on storage may be in RAM when the step begins (touch -1), if what takes its
+place is in RAM when the step ends (stage N): x[v, 0] says so.
 """
 
 from collections import defaultdict
@@ -32,6 +35,8 @@ class Formulation:
         self.graph, self.costs, self.budget = graph, costs, budget
         self.planner = planner
         self.count = len(graph.nodes)
+        self.successors = {} if budget is None else graph.successors
+        self.resident: set[int] = set()  # of the last solution
         self.is_relaxation = True  # False once a deadline was tightened
         self.model = Model(planner.solver, planner.gap / 2)
         self.nbytes = [int(n) for n in costs.nbytes]
@@ -62,8 +67,8 @@ class Formulation:
         return [i for i in range(stage) if self.graph.nodes[i].repeatable]
 
     def _touches(self) -> dict[int, list[int]]:
-        """Stages in which each value may be read or produced; -1 where an argument
-        starts.
+        """Stages in which each value may be read or produced; -1 where one starts that
+        may be in RAM then.
 
         Values that are always in RAM have none.
         """
@@ -77,6 +82,9 @@ class Formulation:
                     touches[v].add(stage)
         for v in {*graph.initial, *graph.producer}:
             touches[v].add(graph.producer.get(v, -1))
+        for v, successor in self.successors.items():
+            touches[v].add(-1)
+            touches[successor].add(self.count)
         return {v: sorted(s) for v, s in touches.items() if v not in graph.pinned}
 
     def _variables(self) -> None:
@@ -101,13 +109,26 @@ class Formulation:
             worth = self.nbytes[v] or v in graph.stored
             if not (graph.values[v].pageable and worth):
                 continue
-            for t in stages if v in graph.stored else stages[1:]:
+            for t in stages if self.only_arrives(v) else stages[1:]:
                 if v in self.reads(t) or (v, t) in self.readers_in:
                     self.page_in[v, t] = model.add_var(binary=True)
             if v not in graph.stored and any((v, t) in self.page_in for t in stages):
                 self.page_out[v] = model.add_var(ub=1)
         for v in graph.landing.keys() - self.page_out:
             self.page_out[v] = model.add_var(ub=1)
+
+    def only_arrives(self, v: int) -> bool:
+        """Whether a value is on storage before its first touch, and not in RAM."""
+        return v in self.graph.stored and v not in self.successors
+
+    def waits(self, v: int, t: int):
+        """What is 1 if `v` is kept over the end of stage t, for the next step if that
+        is the last."""
+        k = self.touches[v].index(t)
+        kept = [self.x[v, k]] if (v, k) in self.x else []
+        if t == self.count:
+            kept += [self.x[u, 0] for u, w in self.successors.items() if w == v]
+        return kept
 
     def avail(self, v: int, k: int):
         """avail(v, t) at touch k: kept since the last touch, paged in or run again."""
@@ -122,7 +143,7 @@ class Formulation:
     def _presence_rows(self) -> None:
         for v, stages in self.touches.items():
             for k, t in enumerate(stages):
-                if k == 0 and v not in self.graph.stored:
+                if k == 0 and not self.only_arrives(v):
                     continue  # produced here, or an argument at the start
                 avail = self.avail(v, k)
                 if v in self.reads(t):
@@ -131,8 +152,8 @@ class Formulation:
                     self.model += avail <= 1  # (4) one copy is enough
                     for i in self.readers_in.get((v, t), ()):
                         self.model += self.r[i, t] <= avail  # (2)
-                    if (v, k) in self.x:
-                        self.model += self.x[v, k] <= avail  # (3)
+                    for kept in self.waits(v, t):
+                        self.model += kept <= avail  # (3)
                 if (v, t) in self.page_in:
                     if v in self.page_out:
                         self.model += self.page_in[v, t] <= self.page_out[v]  # (5)
@@ -144,8 +165,7 @@ class Formulation:
             for v in self.graph.nodes[i].writes:
                 if v in self.reads(t):
                     break
-                k = self.touches[v].index(t)
-                used += [self.x[v, k]] if (v, k) in self.x else []
+                used += self.waits(v, t)
                 used += [self.r[j, t] for j in self.readers_in.get((v, t), ())]
             else:
                 self.model += self.r[i, t] <= xsum(used)
@@ -183,6 +203,11 @@ class Formulation:
             fixed = sum(self.nbytes[v] for v in present)
             fixed += int(self.costs.workspace_bytes[t])
             self._add_memory_row(terms, fixed)  # (8)
+        both = (self.graph.initial, self.graph.returned) if self.successors else ()
+        for there in both:
+            terms = [(self.nbytes[v], self.x[v, 0]) for v in self.successors]
+            fixed = sum(self.nbytes[v] for v in set(there) - self.graph.pinned)
+            self._add_memory_row(terms, fixed)
 
     def _add_memory_row(self, terms: list[tuple[int, Any]], fixed: int) -> None:
         """Bytes of the variables in `terms` that are 1, and `fixed`, fit the budget."""
@@ -260,7 +285,7 @@ class Formulation:
                 uses = [1]
             else:
                 uses = [self.r[i, t] for i in readers if i > j]
-                uses += [self.x[v, k]] if (v, k) in self.x else []
+                uses += self.waits(v, t)
             if not uses:
                 continue
             alive = model.add_var(ub=1)
@@ -329,7 +354,10 @@ class Formulation:
         if solution.values is None:
             return None, bound
         self.values = solution.values
-        stages = Stages.empty(self.graph)
+        self.resident = {
+            v for v in self.successors if self.values[self.x[v, 0].idx] > 0.5
+        }
+        stages = Stages.empty(self.graph.with_resident(self.resident))
         for (i, t), variable in self.r.items():
             if self.values[variable.idx] > 0.5:
                 stages.reruns[t].add(i)
@@ -355,7 +383,7 @@ class Formulation:
                     reads.update((v, stage) for v in self.graph.nodes[number].reads)
                 case PageIn(value):
                     page_ins.append((value, stage))
-        reads.update((v, self.count) for v in self.graph.returned)
+        reads.update((v, self.count) for v in judged.graph.returned)
         arrived = set()
         for v, stage in page_ins:  # prefetched: it counts where it is first read
             later = [t for u, t in reads if u == v and t >= stage]

@@ -63,11 +63,11 @@ def evict(
     if fits(state.usage, budget):
         return state  # nothing is cheaper
     best = None
-    eviction = Eviction(graph, costs, state, remat, paging, objective)
+    eviction = Eviction(costs, state, remat, paging, objective)
     while True:
         judged = state
         if state.usage.peak_bytes <= budget.memory_bytes:
-            judged = prefetch(graph, costs, state, budget)
+            judged = prefetch(costs, state, budget)
         if fits(judged.usage, budget):
             value = objective_of(judged.usage, objective)
             if best is None or value < objective_of(best.usage, objective):
@@ -83,12 +83,10 @@ class Eviction:
     """A staged plan that evicts values: instead of waiting in RAM at the peak, they are
     paged in or made again in the stage of their next read."""
 
-    def __init__(
-        self, graph: Graph, costs: Costs, judged: Judged, remat, paging, objective
-    ):
-        self.graph, self.costs = graph, costs
+    def __init__(self, costs: Costs, judged: Judged, remat, paging, objective):
+        self.graph, self.costs = judged.graph, costs
         self.remat, self.paging = remat, paging
-        self.stages = Stages.of(graph, judged.actions)
+        self.stages = Stages.of(judged.graph, judged.actions)
         energy = objective == "energy"
         watts = costs.static_watts if energy else 1.0
         self.node_cost = (costs.joules if energy else 0) + watts * costs.seconds
@@ -96,7 +94,32 @@ class Eviction:
         self.out_cost = costs.page_out_joules if energy else costs.page_out_seconds
 
     def judged(self) -> Judged:
+        self.graph = self._used_residents()
         return judge(self.graph, self.costs, self.stages.actions(self.graph))
+
+    def _used_residents(self) -> Graph:
+        """The graph without residents that the stages page in all the same: before they
+        are read, or for the next step, which does it now."""
+        graph, stages = self.graph, self.stages
+        begins: dict[int, int] = {}  # the stage of the first read
+        idle: set[int] = set()
+        for stage, (reruns, page_ins) in enumerate(
+            zip(stages.reruns, stages.page_ins, strict=True)
+        ):
+            new = graph.resident - begins.keys()
+            idle |= new & page_ins
+            for node in (*reruns, *range(stage, min(stage + 1, len(graph.nodes)))):
+                begins.update(
+                    dict.fromkeys(new.intersection(graph.nodes[node].reads), stage)
+                )
+        last = stages.page_ins[-1]
+        read = {v for node in stages.reruns[-1] for v in graph.nodes[node].reads}
+        for value in graph.resident:
+            if graph.successors[value] in last - read:
+                idle.add(value)
+                stages.page_ins[begins[value]].add(value)
+        last -= {graph.successors[value] for value in idle} - read
+        return graph.with_resident(graph.resident - idle)
 
     def step(self, judged: Judged, enough_bytes: float = math.inf) -> bool:
         """Evict the cheapest values per byte at the peak; False if none is left.
@@ -214,17 +237,23 @@ class Life:
             if index < len(reads) and reads[index][1] > stage:
                 yield value, reads[index][1]
 
-    def left(self, value: int, row: int) -> int | None:
-        """When a value that comes back at a row was freed before; None if nobody reads
-        it then."""
-        spans = self.spans[value]
+    def waits(self, value: int, row: int) -> list[tuple[int, int, int]]:
+        """(first row, last row, value) of what would be in RAM, and is not, if a value
+        did not have to come at a row.
+
+        It would wait from when it was freed, if anybody reads it then, or from the step
+        before if it comes from its home on storage.
+        """
+        spans, reads = self.spans[value], self.reads[value]
+        if self.is_first(value, row):
+            new = self.graph.successors[value]
+            return [(0, row, value), (self.spans[new][-1], self.begins[-1], new)]
         index = bisect.bisect_left(spans, row)
         last = spans[index + 1] if index + 1 < len(spans) else math.inf
-        reads = self.reads[value]
         read = bisect.bisect_left(reads, (row, -1))
         if read == len(reads) or reads[read][0] > last:
-            return None
-        return spans[index - 1]
+            return []
+        return [(spans[index - 1], row, value)]
 
     def is_first(self, value: int, row: int) -> bool:
         """Whether a value that comes at a row was not in RAM before."""

@@ -35,9 +35,9 @@ def objective_of(usage: Usage, objective: str) -> float:
 
 
 def least_objective(graph: Graph, costs: Costs, objective: str) -> float:
-    """Every node once, and nothing paged but what lives on storage: a lower bound on
-    the objective of any plan."""
-    read = [v for v in graph.stored if graph.readers[v]]
+    """Every node once, and nothing paged but what lives on storage and cannot wait in
+    RAM for the next step: a lower bound on the objective of any plan."""
+    read = [v for v in graph.stored.keys() - graph.successors if graph.readers[v]]
     landing = list(graph.landing)
     storage = costs.page_in_seconds[read].sum() + costs.page_out_seconds[landing].sum()
     seconds = float(max(costs.seconds.sum(), storage))
@@ -69,6 +69,11 @@ class Judged:
     program: Program
     usage: Usage
 
+    @property
+    def graph(self) -> Graph:
+        """What was planned, with what the plan keeps in RAM between steps."""
+        return self.program.graph
+
     def plan(
         self,
         planner: str,
@@ -88,6 +93,7 @@ class Judged:
             planner=planner,
             solve_seconds=time.monotonic() - since,
             statistics=statistics or {},
+            resident=self.graph.resident,
         )
 
 
@@ -98,16 +104,21 @@ def judge(graph: Graph, costs: Costs, actions: Iterable[Action]) -> Judged:
     return Judged(actions, program, simulate(program, costs))
 
 
+def judge_plan(graph: Graph, costs: Costs, plan: Plan) -> Judged:
+    """Lower and simulate `plan`, node by node."""
+    return judge(graph.with_resident(plan.resident), costs, plan.actions)
+
+
 def keep_everything(graph: Graph, costs: Costs) -> Judged:
-    """Every node once, nothing repeated or paged."""
+    """Every node once, nothing repeated or paged but what lives on storage."""
     return judge(graph, costs, Stages.empty(graph).actions(graph))
 
 
-def prefetch(graph: Graph, costs: Costs, judged: Judged, budget: Budget) -> Judged:
+def prefetch(costs: Costs, judged: Judged, budget: Budget) -> Judged:
     """Issue each page-in earlier, so early that it and those behind it are done when
     they are read, and free what goes to storage when it is there, where memory
     allows."""
-    given = judged
+    given, graph = judged, judged.graph
     if any(isinstance(x, Free) for x in given.actions):
         judged = judge(graph, costs, moving(given.actions))
     instructions = list(judged.program.instructions)

@@ -29,8 +29,8 @@ def solve(
 def _values(cuts: Cuts, judged: Judged) -> list[tuple[Any, float]]:
     """What the plan `judged` does, as values of the binaries."""
     program = judged.program
-    resident, computed = set(cuts.graph.initial), set()
-    true: set[tuple[str, int, int]] = set()
+    resident, computed = set(judged.graph.initial), set()
+    true: set[tuple[str, int, int]] = {("x", v, 0) for v in judged.graph.resident}
     for row, instruction in enumerate(program.instructions):
         segment = cuts.segment(len(computed))
         match instruction:
@@ -79,26 +79,33 @@ class _Lift:
         self, cuts: Cuts, chosen: Any, late: list[tuple[int, int]] | None = None
     ):
         self.late = late
-        self.cuts, self.graph, self.chosen = cuts, cuts.graph, chosen
-        self.stages = Stages.empty(cuts.graph)
-        self.present = set(cuts.graph.initial)
+        self.cuts, self.chosen = cuts, chosen
+        waiting = [v for v, y in cuts.waiting.items() if chosen[y.idx]]
+        self.graph = cuts.graph.with_resident(waiting)
+        self.stages = Stages.empty(self.graph)
+        self.present = set(self.graph.initial)
         self.since = dict.fromkeys(self.present, 0)  # stage
         self.last_use: dict[int, int] = {}  # stage
         self.paged: set[int] = set()  # loaded early by the solution, here when needed
         for stage in range(len(self.graph.nodes) + 1):
-            self.bring(cuts.reads(stage), stage)
+            self.bring(self.reads(stage), stage)
             if stage in cuts.nodes:
                 self.cut(stage)
             if stage < len(self.graph.nodes):
                 self.add(self.graph.nodes[stage].writes, stage + 1)
+
+    def reads(self, stage: int) -> tuple[int, ...]:
+        if stage < len(self.graph.nodes):
+            return self.graph.nodes[stage].reads
+        return self.graph.returned
 
     def add(self, values: Iterable[int], stage: int) -> None:
         self.present.update(values)
         self.since.update(dict.fromkeys(values, stage))
 
     def judged(self) -> Judged:
-        cuts = self.cuts
-        return judge(cuts.graph, cuts.costs, self.stages.actions(cuts.graph))
+        actions = self.stages.actions(self.graph)
+        return judge(self.graph, self.cuts.costs, actions)
 
     def is_on(self, variables: dict, *key: int) -> bool:
         return key in variables and bool(self.chosen[variables[key].idx])
@@ -151,6 +158,6 @@ class _Lift:
                     choices = range(when, min(first, when) - 1, -1)
                     when = min(choices, key=self.late.__getitem__)
             self.bring([v], when)
-        staying = {*cuts.reads(stage)} - {x for x, _ in replaceable(self.graph)[stage]}
+        staying = {*self.reads(stage)} - {x for x, _ in replaceable(self.graph)[stage]}
         self.present &= kept | cuts.small | staying
         self.paged &= kept

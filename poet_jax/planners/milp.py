@@ -24,6 +24,7 @@ from poet_jax.planners.judge import (
     floor_bytes,
     is_too_late,
     judge,
+    judge_plan,
     keep_everything,
     least_objective,
     objective_of,
@@ -190,9 +191,11 @@ class _Search:
         )
 
     def plan(self, start: Plan | None) -> Plan:
-        self.consider(keep_everything(self.graph, self.costs))
+        for resident in ((), self.graph.successors):
+            graph = self.graph.with_resident(resident)
+            self.consider(keep_everything(graph, self.costs))
         if start is not None and self.best is None:
-            self.consider_repaired(judge(self.graph, self.costs, start.actions))
+            self.consider_repaired(judge_plan(self.graph, self.costs, start))
         try:
             with progress.line(self.__str__, self.planner.progress):
                 if not (self.is_optimal() or is_too_late(self.costs, self.budget)):
@@ -232,7 +235,7 @@ class _Search:
         budget = dataclasses.replace(self.budget, seconds=None)
         parts = planner, self.graph, self.costs, budget
         plan = _Search(*parts, time.monotonic()).plan(None)
-        self.consider(judge(self.graph, self.costs, plan.actions))
+        self.consider(judge_plan(self.graph, self.costs, plan))
         return plan
 
     def search(self) -> None:
@@ -291,8 +294,9 @@ class _Search:
             if stages is None:
                 return
             self.solver_found = True
-            judged = judge(self.graph, self.costs, stages.actions(self.graph))
-            self.consider(prefetch(self.graph, self.costs, judged, self.budget))
+            graph = self.graph.with_resident(program.resident)
+            judged = judge(graph, self.costs, stages.actions(graph))
+            self.consider(prefetch(self.costs, judged, self.budget))
             done = self.is_optimal() or self.seconds_left() <= 1.0
             if done or not program.tighten(judged):
                 return
@@ -310,14 +314,14 @@ class _Search:
     def consider_repaired(self, judged: Judged) -> None:
         """`judged` with evictions until it fits, and then with what there is room
         for."""
-        parts = self.graph, self.costs, self.budget
+        parts = self.costs, self.budget
         objective = self.planner.objective
         states = evictions(*parts, judged, objective)
         while (state := next(states, None)) and self.seconds_left() > 1.0:
             judged = state
         if fits(judged.usage, self.budget):
             judged = refill(*parts, judged, objective)
-        self.consider(prefetch(self.graph, self.costs, judged, self.budget))
+        self.consider(prefetch(self.costs, judged, self.budget))
 
     def rounds(self, budget: Budget | None) -> Rounds:
         rounds = Rounds(

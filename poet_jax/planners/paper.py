@@ -86,7 +86,7 @@ class PaperPlanner:
                     graph, costs, budget, judged, "PaperPlanner", least_bytes=0
                 )
             judged = judge(graph, costs, _stages(graph, solution).actions(graph))
-            judged = prefetch(graph, costs, judged, budget)
+            judged = prefetch(costs, judged, budget)
             # Optimal under the published rules, which are not the simulator's.
             status = Status.HEURISTIC
         return judged.plan("PaperPlanner", since, bound=bound, status=status)

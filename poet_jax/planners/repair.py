@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from poet_jax.graph import Graph
 from poet_jax.plan import Budget, Compute, PageIn
 from poet_jax.planners.greedy import Eviction, Life
 from poet_jax.planners.judge import Judged, fits, judge, objective_of
@@ -13,11 +12,11 @@ from poet_jax.price import Costs
 
 
 def evictions(
-    graph: Graph, costs: Costs, budget: Budget, judged: Judged, objective: str
+    costs: Costs, budget: Budget, judged: Judged, objective: str
 ) -> Iterator[Judged]:
     """`judged`, and then with more and more evictions until its peak is within the
     budget."""
-    eviction = Eviction(graph, costs, judged, True, True, objective)
+    eviction = Eviction(costs, judged, True, True, objective)
     while True:
         yield judged
         over = judged.usage.peak_bytes - budget.memory_bytes
@@ -26,15 +25,13 @@ def evictions(
         judged = eviction.judged()
 
 
-def refill(
-    graph: Graph, costs: Costs, budget: Budget, judged: Judged, objective: str
-) -> Judged:
+def refill(costs: Costs, budget: Budget, judged: Judged, objective: str) -> Judged:
     """`judged`, which fits, without the repeats and page-ins for which there is room to
-    wait in RAM."""
+    wait in RAM, if need be from the step before."""
     while True:
-        eviction = Eviction(graph, costs, judged, True, True, objective)
+        eviction = Eviction(costs, judged, True, True, objective)
         stages, live = eviction.stages, judged.usage.live_bytes.copy()
-        kept = 0
+        kept, resident = 0, set(judged.graph.resident)
         for back in sorted(_returns(judged, eviction), key=lambda back: -back.worth):
             if not back.waits_in(live, budget.memory_bytes):
                 continue
@@ -43,6 +40,9 @@ def refill(
                 stages.reruns[back.stage].discard(back.action.node)
             else:
                 stages.page_ins[back.stage].discard(back.action.value)
+                if back.from_home:
+                    resident.add(back.action.value)
+        graph = judged.graph.with_resident(resident)
         at_home = {*graph.stored, *graph.landing}
         stages.page_outs &= at_home.union(*stages.page_ins)
         better = judge(graph, costs, stages.actions(graph))
@@ -58,51 +58,50 @@ class _Return:
 
     Attributes:
       worth: what it costs per byte of them.
-      row: its instruction.
-      waits: (row at which a value was freed, its bytes).
+      waits: (first row, last row, bytes) of each in which it would be in RAM.
+      from_home: whether they would have to be in RAM between steps.
     """
 
     action: Compute | PageIn
     stage: int
-    row: int
     worth: float
-    waits: list[tuple[int, int]]
+    waits: list[tuple[int, int, int]]
+    from_home: bool
 
     def waits_in(self, live: np.ndarray, memory_bytes: int) -> bool:
         """Add the values to `live` if they fit."""
-        before = live[
-            min((left for left, _ in self.waits), default=self.row) : self.row
-        ]
-        saved = before.copy()
-        for left, nbytes in self.waits:
-            live[left : self.row] += nbytes
-        if before.size and before.max() > memory_bytes:
-            before[:] = saved
-            return False
-        return True
+        for left, back, nbytes in self.waits:
+            live[left:back] += nbytes
+        if all(live[i:k].max(initial=0) <= memory_bytes for i, k, _ in self.waits):
+            return True
+        for left, back, nbytes in self.waits:
+            live[left:back] -= nbytes
+        return False
 
 
 def _returns(judged: Judged, eviction: Eviction) -> Iterator[_Return]:
     """Every repeat and page-in of a plan."""
     nbytes, life = eviction.costs.nbytes, Life(judged)
-    stage = 0
+    graph, stage = judged.graph, 0
     for row, x in enumerate(judged.program.instructions):
         if isinstance(x, Compute) and x.node == stage:
             stage += 1
             continue
-        if isinstance(x, Compute):
-            values, cost = eviction.graph.nodes[x.node].writes, eviction.node_cost
-            cost = float(cost[x.node])
-        elif isinstance(x, PageIn):
-            if life.is_first(x.value, row):
-                continue  # from its home on storage
-            values, cost = (x.value,), float(eviction.in_cost[x.value])
-        else:
+        from_home = False
+        match x:
+            case Compute(node):
+                values, cost = graph.nodes[node].writes, eviction.node_cost[node]
+            case PageIn(value):
+                values, cost = (value,), eviction.in_cost[value]
+                from_home = life.is_first(value, row)
+            case _:
+                continue
+        if from_home and values[0] not in graph.successors:
             continue
         waits = [
-            (left, int(nbytes[v]))
+            (left, back, int(nbytes[u]))
             for v in values
-            if (left := life.left(v, row)) is not None
+            for left, back, u in life.waits(v, row)
         ]
-        worth = cost / max(1, sum(n for _, n in waits))
-        yield _Return(x, stage, row, worth, waits)
+        worth = float(cost) / max(1, sum(n for _, _, n in waits))
+        yield _Return(x, stage, worth, waits, from_home)

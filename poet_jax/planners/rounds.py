@@ -184,7 +184,7 @@ class Rounds:
         assert self.budget is not None
         if self.budget.seconds is None:
             return 0.0
-        timely = prefetch(self.graph, self.costs, judged, self.budget)
+        timely = prefetch(self.costs, judged, self.budget)
         return max(0.0, timely.usage.seconds - self.budget.seconds)
 
     def hurry(self, late_seconds: float) -> bool:
