@@ -8,8 +8,8 @@ array data in RAM. A second process trains the same model with `jax.jit` and eve
 in RAM, a step of each in turns. Written to experiments/results/paged_state: losses of
 both, seconds per step, and the rise of the process's high-water mark over what it held
 besides the state, the most and of each step. Takes about five minutes on two cores.
-Expect losses that agree to 1e-5, and 1.4 times the seconds of `jax.jit`, or more where
-the disk is slower: a step moves 3.4 GB.
+Expect losses that agree to 1e-5, and 1.3 times the seconds of `jax.jit`, or more where
+the disk is slower: a step moves 3.0 GB.
 """
 
 import json
