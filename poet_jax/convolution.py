@@ -7,17 +7,15 @@ ten times slower than the convolution that it belongs to. As a matrix product of
 shifted images with the output's gradient it is as fast as any other.
 """
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax.graph import Equation, Graph, map_equations
+from poet_jax.graph import Equation, Graph, lower_on_cpu
 
 # Of shifted images at once, but no more than of images or of the gradient: a small
 # workspace, and each part of the sum is worth adding.
@@ -33,7 +31,7 @@ def pointwise_convolutions(graph: Graph) -> Graph:
     another backend than the CPU, for other types than float32 and float64, for strides,
     padding, dilated images and groups, and where channels are not the last dimension.
     """
-    return _lowered(graph, is_pointwise, as_one_product)
+    return lower_on_cpu(graph, is_pointwise, as_one_product)
 
 
 def filter_gradients(graph: Graph) -> Graph:
@@ -43,15 +41,7 @@ def filter_gradients(graph: Graph) -> Graph:
     another backend than the CPU, for other types than float32 and float64, for grouped
     convolutions, and where channels are not the last dimension.
     """
-    return _lowered(graph, is_filter_gradient, as_matrix_product)
-
-
-def _lowered(graph: Graph, applies: Callable[[Equation], bool], lowering: Any) -> Graph:
-    if jax.default_backend() != "cpu":
-        return graph
-    return map_equations(
-        graph, lambda e: dataclasses.replace(e, lowering=lowering) if applies(e) else e
-    )
+    return lower_on_cpu(graph, is_filter_gradient, as_matrix_product)
 
 
 def _is_plain(equation: Equation) -> bool:

@@ -5,7 +5,6 @@ and scatters: it allocates some five times the image, and takes ten times as lon
 comparing shifted images does.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax.graph import Equation, Graph, map_equations
+from poet_jax.graph import Equation, Graph, lower_on_cpu
 
 # Each element of a window is one more term for every element of the image.
 MOST_ELEMENTS = 16
@@ -30,15 +29,7 @@ def pool_gradients(graph: Graph) -> Graph:
     than the CPU, for windows of more than `MOST_ELEMENTS`, and for those that reach
     over several of the first dimension.
     """
-    if jax.default_backend() != "cpu":
-        return graph
-
-    def lowered(equation: Equation) -> Equation:
-        if not is_pool_gradient(equation):
-            return equation
-        return dataclasses.replace(equation, lowering=by_comparison)
-
-    return map_equations(graph, lowered)
+    return lower_on_cpu(graph, is_pool_gradient, by_comparison)
 
 
 def is_pool_gradient(equation: Equation) -> bool:
