@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,7 @@ import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
 
-from poet_jax.graph import Equation, Graph, Literal
+from poet_jax.graph import Equation, Graph, Literal, unrolled
 from poet_jax.progress import counted
 
 _executables: dict[tuple, "Executable"] = {}
@@ -138,6 +139,54 @@ def on_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
+# XLA's CPU backend hands convolutions to YNNPACK by default, which copies the whole
+# padded image first, and computes narrow images on one core. XLA's other way, Eigen's,
+# takes half to two thirds of the time where a convolution reads this many channels. For
+# fewer, as in depthwise ones, YNNPACK is faster.
+_WIDE_CHANNELS = 8
+_LIBRARIES = "xla_cpu_experimental_ynn_fusion_type"
+_WITHOUT_CONVOLUTIONS: dict[str, str | bool] = {
+    _LIBRARIES: "LIBRARY_FUSION_TYPE_INDIVIDUAL_DOT,LIBRARY_FUSION_TYPE_REDUCE"
+}
+
+
+def compiler_options(equations: Iterable[Equation]) -> dict[str, str | bool] | None:
+    """For `jax.jit` of `equations`: convolutions by Eigen, on XLA's CPU backend.
+
+    Nothing where that is the default, or slower.
+    """
+    wide = any(_is_wide_convolution(e) for e, _ in unrolled(equations))
+    return _WITHOUT_CONVOLUTIONS if wide and on_cpu() and _prefers_ynnpack() else None
+
+
+def _is_wide_convolution(equation: Equation) -> bool:
+    if equation.primitive.name != "conv_general_dilated":
+        return False
+    inputs = equation.params["dimension_numbers"].rhs_spec[1]
+    return (
+        equation.operand_shapes[1].shape[inputs] >= _WIDE_CHANNELS
+        and equation.params["batch_group_count"] == 1
+    )
+
+
+@functools.cache
+def _prefers_ynnpack() -> bool:
+    """Whether this version of XLA does, and has the option."""
+    image, kernel = jnp.ones((1, 8, 8, 32)), jnp.ones((3, 3, 32, 32))
+    lowered = jax.jit(
+        lambda image, kernel: jax.lax.conv_general_dilated(
+            image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+    ).lower(image, kernel)
+    if "ynn_fusion" not in (lowered.compile().as_text() or ""):
+        return False
+    try:
+        lowered.compile(compiler_options=dict(_WITHOUT_CONVOLUTIONS))
+    except jax.errors.JaxRuntimeError:  # no such option
+        return False
+    return True
+
+
 def is_recycled(kind: Kind) -> bool:
     """Whether a result's memory is used again for later results."""
     return is_plain(kind[1]) and nbytes_of(kind) >= RECYCLED_BYTES and on_cpu()
@@ -188,9 +237,10 @@ class Executable:
             return tuple(known[v] for v in unit.writes)
 
         jitted = jax.jit(run, donate_argnums=0, keep_unused=True)
+        options = compiler_options(e for node in nodes for e in node.equations)
         self._compiled = jitted.lower(
             given, *(operands[n] for n in self._kept)
-        ).compile()
+        ).compile(options)
         analysis = self._compiled.memory_analysis()
         self.temp_bytes = int(analysis.temp_size_in_bytes) if analysis else 0
         self.workspace_bytes = self.temp_bytes

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -422,6 +422,18 @@ def map_equations(graph: Graph, change: Callable[[Equation], Equation]) -> Graph
         for node in graph.nodes
     )
     return dataclasses.replace(graph, nodes=nodes)
+
+
+def unrolled(
+    equations: Iterable[Equation], runs: int = 1
+) -> Iterator[tuple[Equation, int]]:
+    """Equations without bodies, and how often each runs."""
+    for equation in equations:
+        if equation.inner:
+            for body, times in equation.inner:
+                yield from unrolled(body, runs * times)
+        else:
+            yield equation, runs
 
 
 def lower_on_cpu(

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from poet_jax import heap
+from poet_jax.compile import compiler_options
 from poet_jax.convolution import (
     CACHED_BYTES,
     PATCHES_BYTES,
@@ -98,8 +99,8 @@ def measure(equation: Equation, approximate: bool = False) -> dict[str, Measured
     workspaces: dict[str, int] = {}
     for lowering in (None, *others(equation, approximate)):
         changed = dataclasses.replace(equation, lowering=lowering)
-        compiled = jax.jit(lambda *x, e=changed: e.bind(x)).lower(*operands).compile()
-
+        jitted = jax.jit(lambda *x, e=changed: e.bind(x))
+        compiled = jitted.lower(*operands).compile(compiler_options([equation]))
         name = "xla" if lowering is None else lowering.__name__
         runs[name] = run = functools.partial(_run, compiled, operands)
         run()
@@ -130,7 +131,8 @@ def choice(measured: dict[str, Measured]) -> str:
 
 
 def _key(equation: Equation, approximate: bool) -> str:
-    data = equation_signature(equation), approximate
+    options = compiler_options([equation])
+    data = equation_signature(equation), approximate, options
     return hashlib.sha256(repr(data).encode()).hexdigest()[:16]
 
 

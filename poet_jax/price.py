@@ -4,7 +4,7 @@ import dataclasses
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from poet_jax.compile import (
     signature,
 )
 from poet_jax.device import DeviceProfile
-from poet_jax.graph import Equation, Graph, Node, Value, read_instance
+from poet_jax.graph import Equation, Graph, Node, Value, read_instance, unrolled
 from poet_jax.in_place import node_workspaces
 from poet_jax.node_costs import read_node_costs
 from poet_jax.progress import counted
@@ -194,20 +194,8 @@ def node_flops(node: Node, device: DeviceProfile | None = None) -> float:
     """
     return sum(
         runs * _equation_flops(equation) * _slowdown(equation, device)
-        for equation, runs in _unrolled(node.equations)
+        for equation, runs in unrolled(node.equations)
     )
-
-
-def _unrolled(
-    equations: Iterable[Equation], runs: int = 1
-) -> Iterator[tuple[Equation, int]]:
-    """Equations without bodies, and how often each runs."""
-    for equation in equations:
-        if equation.inner:
-            for body, times in equation.inner:
-                yield from _unrolled(body, runs * times)
-        else:
-            yield equation, runs
 
 
 def _slowdown(equation: Equation, device: DeviceProfile | None) -> float:
@@ -281,7 +269,7 @@ def _seconds_of(
     """Median of a few runs after one that warms up, each after `evict`.
 
     Each run writes into the results of the last, as in the executor. What one allocates
-    beyond its reported workspace becomes part of that: on the CPU, Eigen's convolutions
+    beyond its reported workspace becomes part of that: on the CPU, convolutions
     have scratch of their own, which XLA does not know of, and which varies from run to
     run with what its threads do at the same time.
     """

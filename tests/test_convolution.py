@@ -172,3 +172,35 @@ def test_it_is_a_pass_that_can_be_left_out(budget):
             )
     prints = {s.plan(*args).graph.fingerprint for s in (with_it, without)}
     assert len(prints) == 2
+
+
+def wide(image, kernel):
+    """A loss whose convolution has the options of a compiler, where XLA has them."""
+    return (convolve(jnp.tanh(image), kernel) ** 2).mean()
+
+
+def test_a_step_with_wide_convolutions_may_be_transformed_and_traced_over():
+    """Also after it ran alone: its executable cannot be part of another."""
+    keys = jax.random.split(jax.random.key(0))
+    image = jax.random.normal(keys[0], (2, 8, 8, 16))
+    kernel = jax.random.normal(keys[1], (3, 3, 16, 16))
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5)
+    scheduled = poet_jax.schedule(
+        wide, "1GiB", device=DEVICE, planner=poet_jax.keep_all
+    )
+    for _ in range(2):
+        expected = wide(image, kernel)
+        close(scheduled(image, kernel), expected)
+        close(jax.jit(scheduled)(image, kernel), expected)
+        close(jax.jit(lambda: scheduled(image, kernel))(), expected)
+        close(jax.value_and_grad(scheduled)(image, kernel)[0], expected)
+        each = jax.vmap(scheduled, in_axes=(0, None))(jnp.stack([image] * 2), kernel)
+        close(each, jnp.stack([expected] * 2))
+
+
+def test_wide_convolutions_need_no_padded_copy_of_their_image():
+    """As they would with the option of a compiler that is the default."""
+    image, kernel = jnp.ones((4, 128, 128, 32)), jnp.ones((3, 3, 32, 8))
+    graph = poet_jax.trace(convolve, image, kernel)
+    costs = poet_jax.price(graph, poet_jax.host())
+    assert costs.workspace_bytes.max() < image.nbytes / 2

@@ -10,9 +10,10 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
+from jax.extend.core import get_opaque_trace_state
 
 from poet_jax import progress
-from poet_jax.compile import compile_nodes
+from poet_jax.compile import compile_nodes, compiler_options
 from poet_jax.executors.host import Run
 from poet_jax.fuse import Stretch, replace, scratch_bytes
 from poet_jax.graph import Graph
@@ -24,6 +25,7 @@ from poet_jax.program import Program
 # `jax.jit` does; what needs more than this many times the budget is not tried.
 HOPE = 2.0
 SMALL_BYTES = 4096
+_NO_TRACE = get_opaque_trace_state()
 
 
 class NotPlanned(Exception):
@@ -59,11 +61,12 @@ class WholeStep:
 
         @functools.wraps(fun)
         def guarded(*args, **kwargs):
-            if not getattr(self._tracing, "allowed", False):
-                raise NotPlanned
+            self._check_allowed()
             return fun(*args, **kwargs)
 
-        self._jitted = jax.jit(guarded, **jit_options)
+        equations = (e for node in keep_all.graph.nodes for e in node.equations)
+        self._options = compiler_options(equations)
+        self._jitted = jax.jit(guarded, compiler_options=self._options, **jit_options)
         with self.allowed(), progress.line(lambda: "compiling the whole step"):
             compiled = self._jitted.lower(*args, **kwargs).compile()
         step = Stretch.all_of(keep_all, costs)
@@ -83,6 +86,10 @@ class WholeStep:
         self._start_seconds = 0.0
         self._run: Run | None = None
 
+    def _check_allowed(self) -> None:
+        if not getattr(self._tracing, "allowed", False):
+            raise NotPlanned
+
     @contextlib.contextmanager
     def allowed(self) -> Iterator[None]:
         """Calls from this thread may trace, which jit does again for a new setting."""
@@ -93,6 +100,9 @@ class WholeStep:
             self._tracing.allowed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # What has options of its own cannot be part of what another jit compiles.
+        if self._options and get_opaque_trace_state() != _NO_TRACE:
+            self._check_allowed()
         # Dispatch is asynchronous, but this step must not begin beside the last one.
         self._wait()
         self._start_seconds = time.perf_counter()
