@@ -4,6 +4,7 @@ from poet_jax import devices, linen, nnx, update
 from poet_jax.associate import associate
 from poet_jax.coarsen import coarsen
 from poet_jax.convolution import filter_gradients, pointwise_convolutions
+from poet_jax.depthwise import depthwise_convolutions
 from poet_jax.device import DeviceProfile
 from poet_jax.effects import Effect, Effects, effects
 from poet_jax.errors import BudgetTooSmall, CannotTrace, PageStoreError, PlanInvalid
@@ -34,7 +35,7 @@ from poet_jax.planners.keep_all import keep_all
 from poet_jax.planners.milp import MilpPlanner
 from poet_jax.planners.paper import PaperPlanner
 from poet_jax.planners.sqrt import sqrt
-from poet_jax.pooling import pool_gradients
+from poet_jax.pooling import pool_gradients, short_sums
 from poet_jax.price import Costs, load_instance, price
 from poet_jax.program import Fused, Program, lower
 from poet_jax.recompute import recompute
@@ -84,6 +85,7 @@ __all__ = [
     "Value",
     "associate",
     "coarsen",
+    "depthwise_convolutions",
     "devices",
     "effects",
     "fastest",
@@ -107,6 +109,7 @@ __all__ = [
     "recompute",
     "release",
     "schedule",
+    "short_sums",
     "simulate",
     "sizes",
     "sqrt",

@@ -9,6 +9,7 @@ shifted images with the output's gradient it is as fast as any other.
 
 import itertools
 import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -108,17 +109,11 @@ def is_filter_gradient(equation: Equation) -> bool:
 def as_matrix_product(params: dict[str, Any], image: jax.Array, slope: jax.Array):
     """The convolution of [batch, ..., inputs] with [batch, ..., outputs] over batch and
     space, in the layout that `params` of conv_general_dilated give."""
-    numbers = params["dimension_numbers"]
     steps, dilation = params["window_strides"], params["rhs_dilation"]
     batch, *space, outputs = slope.shape
     inputs = image.shape[-1]
     # One place for each element of the filter whose gradient this is.
-    places = [
-        (size + low + high - (length - 1) * spread - 1) // step + 1
-        for size, (low, high), length, spread, step in zip(
-            image.shape[1:-1], params["padding"], space, dilation, steps, strict=True
-        )
-    ]
+    places = result_sizes(params, image.shape[1:-1], space)
     taps = math.prod(places)
     row_bytes = taps * inputs * math.prod(space[1:]) * image.dtype.itemsize
     gradient_bytes = taps * inputs * outputs * image.dtype.itemsize
@@ -132,16 +127,10 @@ def as_matrix_product(params: dict[str, Any], image: jax.Array, slope: jax.Array
     def product(image, slope):
         """[outputs, taps * inputs] of parts of padded images and of the slope if
         `slope_first`, else its transpose."""
-        shifted = []
-        for tap in itertools.product(*map(range, places)):
-            window = (
-                slice(t * step, t * step + (length - 1) * spread + 1, spread)
-                for t, step, spread, length in zip(
-                    tap, steps, dilation, slope.shape[-1 - len(space) : -1], strict=True
-                )
-            )
-            shifted.append(image[(..., *window, slice(None))])
-        patches = jnp.concatenate(shifted, axis=-1)
+        sizes = slope.shape[-1 - len(space) : -1]
+        patches = jnp.concatenate(
+            [*shifted(image, places, steps, sizes, dilation)], axis=-1
+        )
         summed = tuple(range(slope.ndim - 1))
         first, second, precision = patches, slope, params["precision"]
         if slope_first:
@@ -155,17 +144,12 @@ def as_matrix_product(params: dict[str, Any], image: jax.Array, slope: jax.Array
             preferred_element_type=params["preferred_element_type"],
         )
 
-    def padded(image):
-        ends = [(*ends, 0) for ends in params["padding"]]
-        around = [(0, 0, 0)] * (image.ndim - 1 - len(ends))
-        return lax.pad(image, jnp.zeros((), image.dtype), [*around, *ends, (0, 0, 0)])
-
     def add_images(total, part):
         image, slope = part
-        return total + product(padded(image), slope), None
+        return total + product(padded(params, image), slope), None
 
     def add_image_by_rows(total, part):
-        image, slope = padded(part[0]), part[1]
+        image, slope = padded(params, part[0]), part[1]
         height = (rows - 1) * dilation[0] + (places[0] - 1) * steps[0] + 1
 
         def add_rows(total, part):
@@ -183,15 +167,69 @@ def as_matrix_product(params: dict[str, Any], image: jax.Array, slope: jax.Array
     if rows < space[0]:
         total, _ = lax.scan(add_image_by_rows, total, (image, slope))
     else:
-        parts = [x.reshape(-1, images, *x.shape[1:]) for x in (image, slope)]
+        parts = image, slope
+        if images > 1:  # XLA copies what gets a dimension of one
+            parts = [x.reshape(-1, images, *x.shape[1:]) for x in parts]
         total, _ = lax.scan(add_images, total, parts)
     total = total.T if slope_first else total
-    gradient = total.reshape(*places, inputs, outputs)
-    # out_spec: where inputs, outputs and space are in the result
-    order = [len(places), len(places) + 1, *range(len(places))]
-    return jnp.transpose(
-        gradient, [order[numbers.out_spec.index(d)] for d in range(len(order))]
+    return filter_result(params, total.reshape(*places, inputs, outputs))
+
+
+def result_sizes(
+    params: dict[str, Any], image: Sequence[int], filters: Sequence[int]
+) -> tuple[int, ...]:
+    """Sizes in space of a convolution's result, from those of image and filter."""
+    return tuple(
+        (low + size + (size - 1) * (between - 1) + high - (length - 1) * spread - 1)
+        // step
+        + 1
+        for size, between, (low, high), length, spread, step in zip(
+            image,
+            params["lhs_dilation"],
+            params["padding"],
+            filters,
+            params["rhs_dilation"],
+            params["window_strides"],
+            strict=True,
+        )
     )
+
+
+def shifted(
+    image: jax.Array,
+    places: Sequence[int],
+    apart: Sequence[int],
+    sizes: Sequence[int],
+    steps: Sequence[int],
+) -> Iterator[jax.Array]:
+    """[..., *sizes, channels] of an image for each of `places` that are `apart`: what
+    lies `steps` from one to the next, in each dimension of space."""
+    for place in itertools.product(*map(range, places)):
+        window = (
+            slice(at * far, at * far + (size - 1) * step + 1, step)
+            for at, far, size, step in zip(place, apart, sizes, steps, strict=True)
+        )
+        yield image[(..., *window, slice(None))]
+
+
+def filter_result(params: dict[str, Any], gradient: jax.Array) -> jax.Array:
+    """[*places, inputs, outputs] in the layout that was asked for."""
+    spec = params["dimension_numbers"].out_spec
+    space = gradient.ndim - 2
+    order = [space, space + 1, *range(space)]
+    return jnp.transpose(gradient, [order[spec.index(d)] for d in range(len(order))])
+
+
+def padded(params: dict[str, Any], image: jax.Array) -> jax.Array:
+    """The image, [..., *space, channels], dilated and with zeros around it."""
+    ends = [
+        (low, high, dilation - 1)
+        for (low, high), dilation in zip(
+            params["padding"], params["lhs_dilation"], strict=True
+        )
+    ]
+    around = [(0, 0, 0)] * (image.ndim - 1 - len(ends))
+    return lax.pad(image, jnp.zeros((), image.dtype), [*around, *ends, (0, 0, 0)])
 
 
 def divisor(number: int, most: int) -> int:

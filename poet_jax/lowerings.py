@@ -8,7 +8,6 @@ it is given.
 import dataclasses
 import functools
 import hashlib
-import itertools
 import json
 import math
 import os
@@ -27,6 +26,9 @@ from poet_jax.convolution import (
     as_matrix_product,
     divisor,
     is_filter_gradient,
+    padded,
+    result_sizes,
+    shifted,
 )
 from poet_jax.graph import Equation, Graph, equation_signature, map_equations
 from poet_jax.machine import best_seconds, host_path
@@ -196,13 +198,11 @@ class _Canonical:
     """A convolution's operands as [batch, ..., inputs] and [..., inputs, outputs].
 
     Attributes:
-      padding: (low, high, between) of each dimension in space.
       sizes: of the result in space.
     """
 
     image: jax.Array
     kernel: jax.Array
-    padding: tuple[tuple[int, int, int], ...]
     sizes: tuple[int, ...]
     params: dict[str, Any]
 
@@ -213,43 +213,13 @@ class _Canonical:
         image = jnp.transpose(image, (batch, *space, features))
         outputs, inputs, *taps = numbers.rhs_spec
         kernel = jnp.transpose(kernel, (*taps, inputs, outputs))
-        padding = tuple(
-            (low, high, dilation - 1)
-            for (low, high), dilation in zip(
-                params["padding"], params["lhs_dilation"], strict=True
-            )
-        )
-        sizes = tuple(
-            (low + size + (size - 1) * between + high - (length - 1) * spread - 1)
-            // step
-            + 1
-            for size, (low, high, between), length, spread, step in zip(
-                image.shape[1:-1],
-                padding,
-                kernel.shape[:-2],
-                params["rhs_dilation"],
-                params["window_strides"],
-                strict=True,
-            )
-        )
-        return cls(image, kernel, padding, sizes, params)
+        sizes = result_sizes(params, image.shape[1:-1], kernel.shape[:-2])
+        return cls(image, kernel, sizes, params)
 
-    def padded(self, image: jax.Array) -> jax.Array:
-        nothing = (0, 0, 0)
-        zero = jnp.zeros((), image.dtype)
-        return lax.pad(image, zero, [nothing, *self.padding, nothing])
-
-    def shifted(self, padded: jax.Array, sizes: tuple[int, ...]) -> Iterator[jax.Array]:
+    def shifted(self, image: jax.Array, sizes: tuple[int, ...]) -> Iterator[jax.Array]:
         """[batch, *sizes, inputs] that each tap of the kernel meets."""
-        steps, spreads = self.params["window_strides"], self.params["rhs_dilation"]
-        for tap in itertools.product(*map(range, self.kernel.shape[:-2])):
-            window = tuple(
-                slice(t * spread, t * spread + (size - 1) * step + 1, step)
-                for t, spread, size, step in zip(
-                    tap, spreads, sizes, steps, strict=True
-                )
-            )
-            yield padded[(slice(None), *window)]
+        taps, apart = self.kernel.shape[:-2], self.params["rhs_dilation"]
+        return shifted(image, taps, apart, sizes, self.params["window_strides"])
 
     def product(self, image: jax.Array, kernel: jax.Array) -> jax.Array:
         """[..., outputs] of [..., n] and [n, outputs]."""
@@ -274,7 +244,11 @@ def im2col(params: dict[str, Any], image: jax.Array, kernel: jax.Array) -> jax.A
     conv = _Canonical.of(params, image, kernel)
     *taps, _, outputs = conv.kernel.shape
     flat = conv.kernel.reshape(-1, outputs)
-    is_moved = conv.sizes != conv.image.shape[1:-1] or any(map(any, conv.padding))
+    is_moved = (
+        conv.sizes != conv.image.shape[1:-1]
+        or any(map(any, params["padding"]))
+        or set(params["lhs_dilation"]) - {1}
+    )
     if not is_moved and set(taps) <= {1}:
         return conv.result(conv.product(conv.image, flat))
     batch, (height, *across) = conv.image.shape[0], conv.sizes
@@ -287,10 +261,10 @@ def im2col(params: dict[str, Any], image: jax.Array, kernel: jax.Array) -> jax.A
     def tile(number):
         first, part = number // (height // rows), number % (height // rows)
         part_of = lax.dynamic_slice_in_dim(conv.image, first * images, images)
-        padded = conv.padded(part_of)
+        image = padded(params, part_of)
         if rows < height:
-            padded = lax.dynamic_slice_in_dim(padded, part * rows * step, reach, axis=1)
-        patches = jnp.concatenate([*conv.shifted(padded, (rows, *across))], axis=-1)
+            image = lax.dynamic_slice_in_dim(image, part * rows * step, reach, axis=1)
+        patches = jnp.concatenate([*conv.shifted(image, (rows, *across))], axis=-1)
         return conv.product(patches, flat)
 
     tiles = lax.map(tile, jnp.arange(batch // images * (height // rows)))
@@ -327,7 +301,7 @@ def winograd(params: dict[str, Any], image: jax.Array, kernel: jax.Array) -> jax
     rows, columns = -(-height // 2), -(-width // 2)
     padding = [(0, 0, 0), (0, 2 * rows - height, 0), (0, 2 * columns - width, 0)]
     image = lax.pad(
-        conv.padded(conv.image), jnp.zeros((), image.dtype), [*padding, (0, 0, 0)]
+        padded(params, conv.image), jnp.zeros((), image.dtype), [*padding, (0, 0, 0)]
     )
 
     def every_second(array: jax.Array, start: int, count: int, axis: int) -> jax.Array:

@@ -1,12 +1,16 @@
-"""Gradients of max pooling by comparison, for XLA's CPU backend.
+"""Pooling and its gradients, for XLA's CPU backend.
 
-XLA on the CPU finds the largest element of each window with the indices of all of them,
-and scatters: it allocates some five times the image, and takes ten times as long as
-comparing shifted images does.
+For the gradient of max pooling, XLA on the CPU finds the largest element of each window
+with the indices of all of them, and scatters: it allocates some five times the image,
+and takes ten times as long as comparing shifted images does. Sums over windows of a few
+elements, which the gradient of upsampling by `jnp.repeat` has, it computes one axis at
+a time, from a copy of the image, as it fuses nothing into a sum.
 """
 
+import functools
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +22,7 @@ from poet_jax.graph import Equation, Graph, lower_on_cpu
 
 # Each element of a window is one more term for every element of the image.
 MOST_ELEMENTS = 16
+MOST_TERMS = 4
 
 
 def pool_gradients(graph: Graph) -> Graph:
@@ -45,6 +50,41 @@ def is_pool_gradient(equation: Equation) -> bool:
         and not any(params["padding"][0])
         and jnp.issubdtype(image.dtype, jnp.floating)
     )
+
+
+def short_sums(graph: Graph) -> Graph:
+    """`graph` with sums of few elements as additions, which XLA fuses.
+
+    The same bits, but for the sign of a sum of zeros. Nothing changes on another
+    backend than the CPU, for other types than float32 and float64, for more than
+    `MOST_TERMS` elements, and along the last dimension.
+    """
+    return lower_on_cpu(graph, is_short_sum, by_additions)
+
+
+def is_short_sum(equation: Equation) -> bool:
+    """Whether it adds few elements that lie apart in memory."""
+    if equation.primitive.name != "reduce_sum":
+        return False
+    (array,) = equation.operand_shapes
+    axes = equation.params["axes"]
+    return (
+        array.dtype in (jnp.dtype("float32"), jnp.dtype("float64"))
+        and 1 < math.prod(array.shape[axis] for axis in axes) <= MOST_TERMS
+        and array.ndim - 1 not in axes
+    )
+
+
+def by_additions(params: dict[str, Any], array: jax.Array) -> jax.Array:
+    """The sum of an array over `params["axes"]`, in XLA's order."""
+    terms = [array]
+    for axis in sorted(params["axes"], reverse=True):
+        terms = [
+            lax.index_in_dim(term, index, axis, keepdims=False)
+            for index in range(array.shape[axis])
+            for term in terms
+        ]
+    return functools.reduce(operator.add, terms)
 
 
 def by_comparison(params: dict[str, Any], slope: jax.Array, image: jax.Array):

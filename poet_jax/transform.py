@@ -17,6 +17,7 @@ from poet_jax.associate import associate
 from poet_jax.cache import PlanCache
 from poet_jax.coarsen import coarsen
 from poet_jax.convolution import filter_gradients, pointwise_convolutions
+from poet_jax.depthwise import depthwise_convolutions
 from poet_jax.device import DeviceProfile
 from poet_jax.effects import Effects, effects
 from poet_jax.errors import CannotTrace, ClosesOverTracer
@@ -31,7 +32,7 @@ from poet_jax.paged import PagedArray, at_home
 from poet_jax.pareto import Front, pareto
 from poet_jax.plan import BudgetLike, Planner, parse_budget
 from poet_jax.planners.milp import MilpPlanner
-from poet_jax.pooling import pool_gradients
+from poet_jax.pooling import pool_gradients, short_sums
 from poet_jax.price import Costs, price
 from poet_jax.program import Program
 from poet_jax.recompute import recompute
@@ -52,7 +53,9 @@ PASSES: tuple[Pass, ...] = (
     order,
     filter_gradients,
     pointwise_convolutions,
+    depthwise_convolutions,
     pool_gradients,
+    short_sums,
 )
 
 
@@ -315,10 +318,10 @@ def schedule(
         frozen kernels), `coarsen` (what XLA would fuse becomes one node), `recompute`
         (what the backward pass reads of a light node is computed there again),
         `stream` (large updates of state on storage go block by block), `order` (nodes
-        free early), and `filter_gradients`, `pointwise_convolutions` and
-        `pool_gradients` (in forms that XLA's CPU backend computes fast and in little
-        memory). `passes=()` leaves the graph as it was traced, one equation per node;
-        `Scheduled.effects` shows what each does.
+        free early), and `filter_gradients`, `pointwise_convolutions`,
+        `depthwise_convolutions`, `pool_gradients` and `short_sums` (in forms that XLA's
+        CPU backend computes fast and in little memory). `passes=()` leaves the graph as
+        it was traced, one equation per node; `Scheduled.effects` shows what each does.
       static_argnums, static_argnames, donate_argnums: as for `jax.jit`.
 
     Returns a `Scheduled`; its call raises BudgetTooSmall, CannotTrace, PageStoreError.

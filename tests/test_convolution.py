@@ -13,6 +13,7 @@ from strategies import DEVICE
 
 import poet_jax
 from poet_jax.convolution import filter_gradients, pointwise_convolutions
+from poet_jax.depthwise import depthwise_convolutions
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -152,13 +153,18 @@ def test_what_it_does_not_cover_stays_as_it_was(convolution, image, kernel):
     ).is_lowered
 
 
-@pytest.mark.parametrize("budget", ["1GiB", "95%"], ids=["whole", "planned"])
-def test_it_is_a_pass_that_can_be_left_out(budget):
+@pytest.mark.parametrize("fuse", [True, False], ids=["whole", "planned"])
+def test_it_is_a_pass_that_can_be_left_out(fuse):
     def fun(kernel, image):
         return slope_of(convolve, jnp.tanh(convolve(image, kernel[..., :4])), kernel)
 
     schedule = functools.partial(
-        poet_jax.schedule, fun, budget, device=DEVICE, planner=poet_jax.greedy
+        poet_jax.schedule,
+        fun,
+        "1GiB",
+        device=DEVICE,
+        planner=poet_jax.greedy,
+        executor=poet_jax.HostExecutor(fuse=fuse),
     )
     with_it, without = schedule(), schedule(passes=(poet_jax.coarsen, poet_jax.order))
     args = KERNEL * 0.01, jax.random.normal(jax.random.key(0), IMAGE.shape)
@@ -172,6 +178,79 @@ def test_it_is_a_pass_that_can_be_left_out(budget):
             )
     prints = {s.plan(*args).graph.fingerprint for s in (with_it, without)}
     assert len(prints) == 2
+
+
+@st.composite
+def depthwise(draw):
+    """(convolution, image, kernel), at times of the last one's gradient for images."""
+    rank = draw(st.sampled_from([2, 2, 1]))
+
+    def sizes(low, high):
+        return tuple(draw(st.integers(low, high)) for _ in range(rank))
+
+    ends = st.tuples(st.integers(-1, 2), st.integers(-1, 3))
+    padding = draw(
+        st.sampled_from(["SAME", "VALID"]) | st.tuples(*[ends] * rank).map(list)
+    )
+    batch, channels = draw(st.integers(1, 5)), draw(st.integers(2, 4))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+    dtype = draw(st.sampled_from([np.float32, np.float32, np.float16]))
+    image = rng.normal(size=(batch, *sizes(9, 14), channels)).astype(dtype)
+    kernel = rng.normal(size=(*sizes(1, 3), 1, channels)).astype(dtype)
+    convolution = functools.partial(
+        convolve,
+        numbers=NHWC if rank == 2 else ("NHC", "HIO", "NHC"),
+        strides=sizes(1, 3),
+        padding=padding,
+        rhs_dilation=sizes(1, 2),
+        feature_group_count=channels,
+    )
+    return convolution, jnp.asarray(image), jnp.asarray(kernel)
+
+
+@settings(max_examples=30)
+@given(case=depthwise(), cached=st.sampled_from([1, 2**10, 2**20]))
+def test_depthwise_convolutions_and_both_gradients_are_those_of_xla(case, cached):
+    """Also of images that come in parts; nothing else than floats of full precision is
+    touched."""
+    convolution, image, kernel = case
+    slope = jnp.cos(jnp.arange(convolution(image, kernel).size, dtype=image.dtype))
+    slope = slope.reshape(convolution(image, kernel).shape)
+
+    def fun(image, kernel):
+        result, transposed = jax.vjp(convolution, image, kernel)
+        return result, *transposed(slope)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("poet_jax.depthwise.CACHED_BYTES", cached)
+        graph = depthwise_convolutions(poet_jax.trace(fun, image, kernel))
+        results = graph(image, kernel)
+    lowered = [
+        e.lowering is not None
+        for node in graph.nodes
+        for e in node.equations
+        if e.primitive.name == "conv_general_dilated"
+    ]
+    assert lowered == [image.dtype == jnp.float32] * 3
+    for result, expected in zip(results, fun(image, kernel), strict=True):
+        scale = float(jnp.abs(expected).max()) + 1e-6
+        np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"feature_group_count": 2},
+        {"feature_group_count": 4, "numbers": ("NCHW", "HWIO", "NCHW")},
+    ],
+)
+def test_what_mixes_channels_or_has_them_first_is_not_depthwise(options):
+    inputs = 4 // options["feature_group_count"]
+    kernel = jnp.ones((2, 2, inputs, 4))
+    traced = poet_jax.trace(
+        functools.partial(convolve, **options), jnp.ones((4, 4, 4, 4)), kernel
+    )
+    assert not depthwise_convolutions(traced).is_lowered
 
 
 def wide(image, kernel):
