@@ -30,9 +30,20 @@ from poet_jax.convolution import (
     result_sizes,
     shifted,
 )
+from poet_jax.depthwise import (
+    as_sum_over_taps,
+    as_sums_over_images,
+    is_depthwise,
+    is_depthwise_gradient,
+)
 from poet_jax.graph import Equation, Graph, equation_signature, map_equations
 from poet_jax.machine import best_seconds, host_path
-from poet_jax.pooling import by_comparison, is_pool_gradient
+from poet_jax.pooling import (
+    by_additions,
+    by_comparison,
+    is_pool_gradient,
+    is_short_sum,
+)
 from poet_jax.progress import counted
 
 Lowering = Callable[..., Any]
@@ -93,17 +104,26 @@ class Measured(NamedTuple):
     workspace_bytes: int
 
 
-def measure(equation: Equation, approximate: bool = False) -> dict[str, Measured]:
-    """What each lowering takes, by name, XLA's own first and as "xla"."""
+def measure(
+    equation: Equation, approximate: bool = False, plain: bool = False
+) -> dict[str, Measured]:
+    """What each lowering takes, by name, XLA's own first and as "xla".
+
+    That has the options of `compile.compiler_options`; if `plain`, what `jax.jit`
+    compiles without them is measured, too, as "jit".
+    """
     operands = [jnp.ones(x.shape, x.dtype) for x in equation.operand_shapes]
     result_bytes = sum(x.size * x.dtype.itemsize for x in equation.result_shapes)
     runs: dict[str, Callable[[], Any]] = {}
     workspaces: dict[str, int] = {}
-    for lowering in (None, *others(equation, approximate)):
+    ways: dict[str, Lowering | None] = {"xla": None}
+    ways |= {x.__name__: x for x in others(equation, approximate)}
+    ways |= {"jit": None} if plain else {}
+    for name, lowering in ways.items():
         changed = dataclasses.replace(equation, lowering=lowering)
         jitted = jax.jit(lambda *x, e=changed: e.bind(x))
-        compiled = jitted.lower(*operands).compile(compiler_options([equation]))
-        name = "xla" if lowering is None else lowering.__name__
+        options = None if name == "jit" else compiler_options([equation])
+        compiled = jitted.lower(*operands).compile(options)
         runs[name] = run = functools.partial(_run, compiled, operands)
         run()
         analysis = compiled.memory_analysis()
@@ -155,14 +175,23 @@ def _write(path, chosen: dict[str, str]) -> None:
         pass
 
 
+_BY_RULE = (
+    (is_pool_gradient, by_comparison),
+    (is_short_sum, by_additions),
+    (is_depthwise, as_sum_over_taps),
+    (is_depthwise_gradient, as_sums_over_images),
+)
+
+
 def others(equation: Equation, approximate: bool) -> Iterator[Lowering]:
     """Ways to compute an equation other than XLA's own."""
     name, params = equation.primitive.name, equation.params
     floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in equation.operand_shapes]
     if not floating or not all(floating):
         return
-    if is_pool_gradient(equation):
-        yield by_comparison
+    for applies, lowering in _BY_RULE:
+        if applies(equation):
+            yield lowering
     dtypes = {x.dtype for x in (*equation.operand_shapes, *equation.result_shapes)}
     written = math.prod(equation.result_shapes[0].shape)
     if name == "dot_general":
