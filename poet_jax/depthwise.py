@@ -16,7 +16,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from poet_jax.convolution import (
-    CACHED_BYTES,
     divisor,
     filter_result,
     padded,
@@ -27,6 +26,8 @@ from poet_jax.graph import Equation, Graph, lower_on_cpu
 
 # Each element of a filter is one more term to compile.
 MOST_TAPS = 64
+# What the cache of one core holds, of images and their results.
+CACHED_BYTES = 2**19
 
 
 def depthwise_convolutions(graph: Graph) -> Graph:
