@@ -1,7 +1,7 @@
 """Search for which convolutions of a MobileNetV2 to adapt within a budget.
 
     python -m experiments.adapt_search
-    python -m experiments.adapt --update=searched --budget=10%
+    python -m experiments.adapt --update=searched --budget=15%
 
 The first command measures what each of 20 convolutions adds to the accuracy of training
 the new classifier alone, on the task of `experiments.adapt` with --seed=100, which
@@ -44,7 +44,7 @@ for name in (
 ):  # fmt: skip
     flags.declare_key_flag(name)
 
-WITHIN = flags.DEFINE_string("within", "10%", "Size, or percentage of full keep-all.")
+WITHIN = flags.DEFINE_string("within", "15%", "Size, or percentage of full keep-all.")
 
 
 def items(model: nnx.Module) -> dict[str, float]:

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import hashlib
+import importlib.metadata
 import json
 import logging
 import os
@@ -61,7 +62,8 @@ class PlanCache:
         if device is not None and not (device.measured and device.node_costs is None):
             return price(graph, device)
         given = "" if device is None else repr(device)
-        key = _hash(graph.fingerprint, given, *described())
+        version = importlib.metadata.version("poet_jax")
+        key = _hash(graph.fingerprint, given, version, *described())
         path = self.folder / f"costs-{key}.json"
         executables = compile_nodes(graph)
         try:
@@ -70,6 +72,8 @@ class PlanCache:
                 zip(executables, costs.seconds, costs.workspace_bytes, strict=True)
             )
             for executable, _, nbytes in kept:
+                if nbytes < executable.temp_bytes:
+                    raise ValueError("XLA computes that node in another way now")
                 measured = executable.seconds is not None
                 if measured and executable.workspace_bytes != nbytes:
                     raise ValueError("this process has measured that node afresh")
