@@ -5,13 +5,12 @@
 
 The first command plans what its question needs, and appends rows to a CSV file in
 experiments/results/paper/; a run that was stopped goes on where it was. On two cores
-`ram` and `smallest` take 10 to 30 minutes each, `deadline` 5 to 10, and of those that
-need --instances=FOLDER with planner instances, `instances` 3 to 10 and `rules` 30. The
-second command draws every figure from the rows. All is modelled: nothing runs, and no
-joule is measured.
+`ram` and `smallest` take 10 to 30 minutes each, `deadline` 5 to 10, `instances` 3 to 10
+and `rules` 30. The second command draws every figure from the rows. All is modelled:
+nothing runs, and no joule is measured.
 
 ram: energy against RAM for each planner on four of the paper's devices.
-instances: the same for the paper's own layer graphs.
+instances: the same for the paper's own layer graphs (experiments/layer_graphs.py).
 deadline: energy against the deadline, in 45 % of keep-all's memory.
 smallest: the least RAM in which a model trains, what sets it, and who has as much.
 rules: plans by the published rules, judged by the simulator's.
@@ -29,6 +28,7 @@ from absl import app, flags
 
 import poet_jax
 from experiments import points
+from experiments.layer_graphs import DEFAULT_FOLDER, instance_paths
 from experiments.steps import read_rows
 from poet_jax.figures import new_figure
 from poet_jax.paged import at_home
@@ -36,7 +36,9 @@ from poet_jax.planners.judge import keep_everything
 
 QUESTIONS = ("ram", "instances", "deadline", "smallest", "rules")
 QUESTION = flags.DEFINE_enum("question", None, QUESTIONS, "What to ask.")
-INSTANCES = flags.DEFINE_string("instances", None, "A folder of planner instances.")
+INSTANCES = flags.DEFINE_string(
+    "instances", None, "A folder of planner instances, instead of the paper's."
+)
 TIME_LIMIT = flags.DEFINE_float("time_limit", 10.0, "Seconds for each MILP.")
 FOLDER = flags.DEFINE_string(
     "output", "experiments/results/paper", "Folder for CSV files and figures."
@@ -97,7 +99,7 @@ def instances() -> list[points.Point]:
     shares = (90.0, 75.0, 60.0, 45.0, 30.0)
     return [
         point
-        for path in instance_paths()
+        for path in instance_paths(INSTANCES.value)
         for point in points.grid(
             [path.stem], [""], [1], ["instance"], ["activations"],
             [path.stem.rpartition("-")[2]], shares, [None], PLANNERS,
@@ -112,15 +114,6 @@ def deadline() -> list[points.Point]:
         ["RASPBERRY_PI_4", "JETSON_TX2"], [45.0], factors,
         ["paging", "remat", "milp"],
     )  # fmt: skip
-
-
-def instance_paths() -> list[pathlib.Path]:
-    if INSTANCES.value is None:
-        raise SystemExit(
-            f"--question={QUESTION.value} was asked without planner instances. They "
-            "are JSON files, one graph each. Type --instances=FOLDER."
-        )
-    return sorted(pathlib.Path(INSTANCES.value).glob("*.json"))
 
 
 SMALLEST = (
@@ -202,7 +195,7 @@ def rules(path: pathlib.Path) -> None:
         writer = csv.DictWriter(file, RULES_COLUMNS)
         if not file.tell():
             writer.writeheader()
-        for instance in instance_paths():
+        for instance in instance_paths(INSTANCES.value):
             graph, costs = poet_jax.load_instance(instance)
             if len(graph.nodes) > PAPER_NODES:
                 continue
@@ -393,7 +386,8 @@ def main(argv: list[str]) -> None:
     match QUESTION.value:
         case "ram" | "instances" | "deadline" as name:
             ask = {"ram": ram, "instances": instances, "deadline": deadline}[name]
-            points.run(ask(), path, TIME_LIMIT.value, INSTANCES.value)
+            folder_of_instances = INSTANCES.value or DEFAULT_FOLDER
+            points.run(ask(), path, TIME_LIMIT.value, folder_of_instances)
             if name == "ram":
                 print(*at_equal_time(read_rows(path)), sep="\n")
         case "smallest":

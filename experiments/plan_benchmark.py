@@ -13,7 +13,8 @@ plans.png from the rows.
 Graphs are traced on shapes: forward and backward ("gradient"), or the whole step with
 AdamW and donated state ("step"). They are priced at 60 GFLOP/s and 8 GB/s, storage at
 0.5 GB/s in and 0.3 GB/s out, and a watt while either works: joules are modelled, and
-equal seconds. --instances names a folder of planner instances to add.
+equal seconds. The paper's own layer graphs (experiments/layer_graphs.py) have costs of
+their own; --instances names a folder of others.
 """
 
 import csv
@@ -28,6 +29,7 @@ import optax
 from absl import app, flags, logging
 
 import poet_jax
+from experiments.layer_graphs import DEFAULT_FOLDER, instance_paths
 from experiments.steps import (
     flax_case,
     read_rows,
@@ -44,11 +46,17 @@ PLANNERS = (
 TIME_LIMIT = flags.DEFINE_float("time_limit", 60.0, "Seconds for each MILP.")
 GRAPHS = flags.DEFINE_list("graphs", None, "Names of graphs; all by default.")
 CHOSEN = flags.DEFINE_list("planners", list(PLANNERS), "Names of planners.")
-KINDS = flags.DEFINE_list("kinds", ["gradient", "step"], "What to trace of a model.")
+KINDS = flags.DEFINE_list(
+    "kinds",
+    ["gradient", "step", "instance"],
+    "What to trace of a model, and instances.",
+)
 SHARES = flags.DEFINE_list(
     "shares", ["75", "50", "35", "25", "15", "min"], "Percentages of keep-all's peak."
 )
-INSTANCES = flags.DEFINE_string("instances", None, "A folder of planner instances.")
+INSTANCES = flags.DEFINE_string(
+    "instances", None, "A folder of planner instances, instead of the paper's."
+)
 OUTPUT = flags.DEFINE_string(
     "output", "experiments/results/plan_benchmark", "Folder for CSV and figure."
 )
@@ -101,19 +109,12 @@ def traced(name: str, kind: str) -> poet_jax.Graph:
     return poet_jax.order(poet_jax.coarsen(graph))
 
 
-def instance_paths() -> dict[str, pathlib.Path]:
-    if INSTANCES.value is None:
-        return {}
-    return {
-        path.stem: path for path in sorted(pathlib.Path(INSTANCES.value).glob("*.json"))
-    }
-
-
 def load(name: str, kind: str) -> tuple[poet_jax.Graph, poet_jax.Costs]:
     """The graph and its costs; prints how long that takes."""
     start = time.monotonic()
     if kind == "instance":
-        return poet_jax.load_instance(instance_paths()[name])
+        folder = INSTANCES.value or DEFAULT_FOLDER
+        return poet_jax.load_instance(pathlib.Path(folder, f"{name}.json"))
     graph = traced(name, kind)
     costs = poet_jax.price(graph, DEVICE)
     costs = dataclasses.replace(costs, joules=costs.seconds)  # a watt throughout
@@ -167,8 +168,11 @@ def run(path: pathlib.Path) -> None:
         for r in rows
         if r["share"] == "min"
     }
-    names = [(name, kind) for name in CASES for kind in KINDS.value]
-    names += [(name, "instance") for name in instance_paths()]
+    kinds = [kind for kind in KINDS.value if kind != "instance"]
+    names = [(name, kind) for name in CASES for kind in kinds]
+    if "instance" in KINDS.value:
+        paths = instance_paths(INSTANCES.value)
+        names += [(path.stem, "instance") for path in paths]
     with open(path, "a", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         if not rows:
