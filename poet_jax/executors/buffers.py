@@ -161,7 +161,7 @@ class _Workspace(_Pages):
 
     def __init__(self, nbytes: int):
         self._nbytes = nbytes + heap.PAGE_BYTES  # XLA aligns what it takes
-        self._block = 0
+        self._block = self._given = 0
         self._occupied: list[int] = []
         self._elsewhere: list[int] = []
         self._begin()
@@ -177,13 +177,17 @@ class _Workspace(_Pages):
         address, count = heap.whole_pages(block, nbytes if block else 0)
         self.place(address, heap.pages_in_ram(address, count))
 
-    def take(self) -> None:
-        """Take back what is free of the block, or a new one if that is too little."""
-        if not self._block:
-            if not self._retake():
-                heap.release()  # what is left of it is not counted any more
-                self._begin()
-            heap.free_all(self._elsewhere)
+    def take(self) -> int:
+        """Take back what is free of the block, or a new one if that is too little; by
+        how many pages the block has grown meanwhile."""
+        if self._block:
+            return 0
+        same = self._retake()
+        if not same:
+            heap.release()  # what is left of it is not counted any more
+            self._begin()
+        heap.free_all(self._elsewhere)
+        return max(0, self.held - self._given) if same else 0
 
     def _retake(self) -> bool:
         least, most = self._nbytes, self._nbytes + SLACK_BYTES
@@ -201,7 +205,7 @@ class _Workspace(_Pages):
         """Let XLA find it, and no better fit for `nbytes` or a part of that, such as
         others have freed since."""
         heap.free(self._block)
-        self._block = 0
+        self._block, self._given = 0, self.held
         tolerance = SLACK_BYTES
         while nbytes >= NOTICED_BYTES:
             self._elsewhere += heap.clear_way(nbytes, self.address, tolerance)
@@ -245,13 +249,15 @@ class Pool:
         self._limit_bytes = limit_bytes
         self._shares = on_cpu and heap.returns_pages()
         self._guards = self._shares and limit_bytes >= GUARDED_BYTES
-        self._scratch_bytes = min(SCRATCH_BYTES, limit_bytes // 256)
+        self._spared_bytes = min(SCRATCH_BYTES, limit_bytes // 256)
         self._idle: dict[Kind | None, list[Any]] = defaultdict(list)
         self.idle_bytes = 0
         self._base_bytes: int | None = None
         self._file_bytes = 0
         self._largest_bytes = max(large.values(), default=0)
         self._workspace: _Workspace | None = None
+        self._user = 0  # the instruction that it was lent to
+        self._scratch: dict[int, int] = {}  # bytes beyond what an instruction asks for
         self._moves = 0
 
     def begin(self, live_bytes: int) -> None:
@@ -308,21 +314,26 @@ class Pool:
         new_bytes += sum(
             nbytes_of(k) for k, x in zip(kinds, found, strict=True) if not x
         )
-        workspace = self._reserve(workspace_bytes)
+        scratch_bytes = self._scratch.get(row, 0)
+        workspace = self._reserve(workspace_bytes, scratch_bytes)
+        spared_bytes = SCRATCH_BYTES if scratch_bytes else self._spared_bytes
         if workspace:
             needing.append((workspace, workspace.kept))
+            if row not in self._scratch:
+                spared_bytes = heap.PAGE_BYTES * workspace.flags.count(0)
+            self._user, self._scratch[row] = row, scratch_bytes
         else:
             new_bytes += workspace_bytes
         for pages, until in needing:
             self._move_pages_to(pages, until, row)
             new_bytes += heap.PAGE_BYTES * pages.flags.count(0, 0, until)
         sizes = sum(map(nbytes_of, kinds))
-        beside = live_bytes + sizes + more_bytes + workspace_bytes
+        beside = live_bytes + sizes + more_bytes + workspace_bytes + scratch_bytes
         self._shrink(self.idle_bytes + beside - self._limit_bytes, row)
         if self._guards and (workspace or new_bytes >= NOTICED_BYTES):
             excess_bytes = self._excess_bytes(new_bytes)
-            if excess_bytes > -self._scratch_bytes:
-                self._shrink(excess_bytes + self._scratch_bytes, row)
+            if excess_bytes > -spared_bytes:
+                self._shrink(excess_bytes + spared_bytes, row)
                 if self._excess_bytes(new_bytes) > 0:
                     heap.release_blocks()
                     if self._excess_bytes(new_bytes) > GROWTH_BYTES:
@@ -382,13 +393,14 @@ class Pool:
         """Take the workspace back after the executable that used it."""
         if self._workspace is not None:
             self.idle_bytes -= self._workspace.spare * heap.PAGE_BYTES
-            self._workspace.take()
+            grown = self._workspace.take()
+            if grown:
+                self._scratch[self._user] += grown * heap.PAGE_BYTES
             self._workspace.kept = 0
             self.idle_bytes += self._workspace.held * heap.PAGE_BYTES
 
-    def _reserve(self, nbytes: int) -> _Workspace | None:
-        """The workspace, of which the first `nbytes` are not idle; None for a small
-        one."""
+    def _reserve(self, nbytes: int, scratch_bytes: int) -> _Workspace | None:
+        """The workspace, of which so many bytes are not idle; None for a small one."""
         if nbytes < NOTICED_BYTES or not self._shares:
             return None
         if self._workspace is None:
@@ -396,7 +408,7 @@ class Pool:
             self._idle[None] = [self._workspace]
         else:
             self.idle_bytes -= self._workspace.held * heap.PAGE_BYTES
-        pages = -(-nbytes // heap.PAGE_BYTES)
+        pages = -(-(nbytes + scratch_bytes) // heap.PAGE_BYTES)
         self._workspace.kept = min(pages, len(self._workspace.flags))
         self.idle_bytes += self._workspace.spare * heap.PAGE_BYTES
         return self._workspace
