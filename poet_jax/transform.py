@@ -12,6 +12,7 @@ from typing import Any
 import jax
 from jax.core import Tracer
 
+from poet_jax import interrupts
 from poet_jax.arguments import StaticArguments, difference
 from poet_jax.associate import associate
 from poet_jax.cache import PlanCache
@@ -166,9 +167,10 @@ class Scheduled:
     def _run(self, args, kwargs) -> Any:
         key = self._static.key(args, kwargs)
         if key not in self._runners:
-            schedule = self._plan(key, args, kwargs)
-            if key not in self._runners:
-                self._runners[key] = self.executor(schedule.program)
+            with interrupts.let_through():
+                schedule = self._plan(key, args, kwargs)
+                if key not in self._runners:
+                    self._runners[key] = self.executor(schedule.program)
         self._latest = key
         self._last_runner = runner = self._runners[key]
         with jax.ensure_compile_time_eval():  # an outer function may be being traced

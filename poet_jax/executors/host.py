@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
+import logging
 import time
 import weakref
 from collections import Counter
@@ -13,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from poet_jax import heap
+from poet_jax import heap, interrupts
 from poet_jax.compile import (
     Executable,
     Kind,
@@ -24,7 +25,7 @@ from poet_jax.compile import (
     nbytes_of,
     on_cpu,
 )
-from poet_jax.errors import PlanInvalid
+from poet_jax.errors import PageStoreError, PlanInvalid
 from poet_jax.executors.buffers import Pool, is_row_major, view
 from poet_jax.fuse import fuse
 from poet_jax.graph import Value
@@ -37,6 +38,8 @@ from poet_jax.program import Fused, Program
 from poet_jax.simulate import Usage, simulate
 from poet_jax.store import PageStore
 from poet_jax.units import format_bytes, format_count, format_seconds
+
+logger = logging.getLogger("poet_jax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,7 +247,9 @@ class Runner:
         if pool is None:
             workspaces = {row: x.workspace_bytes for row, x in self.calls.items()}
             pool = Pool(self._taken(), self._peak_bytes, self.on_cpu, workspaces)
-        with heap.keeping_freed_blocks():
+        spends = self.program.graph.donated - self.program.graph.stored.keys()
+        held_back = interrupts.held_back() if spends else contextlib.nullcontext()
+        with held_back, heap.keeping_freed_blocks():
             step = _Step(self, leaves, pool, start)
             try:
                 for instruction in self.program.instructions:
@@ -308,6 +313,8 @@ class _Step:
             if place.leaf not in self.landed:
                 self.landed[place.leaf] = PagedArray(self.store, *whole.kind)
         self.waiting: set[Any] = set()  # keys of values in the store
+        self.refused: set[int] = set()  # values that the store did not take
+        self.is_spent = False  # whether a donated array in RAM is gone
         self.is_done = False
         # One array may be several arguments; it goes when the last of them is freed.
         self.holders = Counter(map(id, self.arrays.values()))
@@ -349,6 +356,8 @@ class _Step:
                 self.saving[value] = self.storage.submit(
                     self.save, self.row, value, self.ready(value)
                 )
+            case PageIn(value) if value in self.refused:
+                pass
             case PageIn(value):
                 last = self.runner.program.last_page_in[value] == self.row
                 array = self.page(self.graph.values[value])
@@ -365,8 +374,7 @@ class _Step:
         unit, executable = call.unit, call.executable
         operands = [self.ready(v) for v in unit.reads]
         for old, _ in unit.replaces:
-            if old in self.saving:
-                self.wait(self.saving.pop(old))
+            self.saved(old)
         self.start_seconds[self.row] = self.clock()
         into = self.pool.take(
             executable.destinations,
@@ -410,12 +418,42 @@ class _Step:
     def ready(self, value: int) -> jax.Array:
         """The array of a value in RAM, after its page-in if one is under way."""
         if value in self.loading:
-            self.arrays[value] = self.wait(self.loading.pop(value))
+            try:
+                self.arrays[value] = self.wait(self.loading.pop(value))
+            except PageStoreError as error:
+                self.warn_or_raise(value, "is read again", error)
+                self.arrays[value] = self.fetch(value, None)
         return self.arrays[value]
 
-    def free(self, value: int) -> None:
+    def saved(self, value: int) -> None:
+        """Wait for the page-out of a value if one is under way."""
         if value in self.saving:
-            self.wait(self.saving.pop(value))
+            try:
+                self.wait(self.saving.pop(value))
+            except PageStoreError as error:
+                if value in self.graph.landing:
+                    raise
+                self.warn_or_raise(value, "stays in RAM", error)
+                self.refused.add(value)
+
+    def warn_or_raise(self, value: int, remedy: str, error: PageStoreError) -> None:
+        """Raise, unless the caller would be left with neither the old nor the new
+        state.
+
+        That is so where donated arrays are gone: there the step tries to go on, even
+        beyond its budget.
+        """
+        if not self.is_spent:
+            raise error
+        name = self.graph.values[value].name
+        logger.warning("%s %s, as donated arrays are gone: %s", name, remedy, error)
+
+    def free(self, value: int) -> None:
+        self.saved(value)
+        if value in self.refused:
+            last = self.runner.program.last_page_in.get(value, -1)
+            if last > self.row:
+                return
         array = self.ready(value)
         del self.arrays[value]
         self.count(-self.runner.nbytes[value])
@@ -431,6 +469,7 @@ class _Step:
         """Whether no other value is the same array, after one value is gone."""
         if id(array) in self.holders:
             self.holders[id(array)] -= 1
+            self.is_spent |= not self.holders[id(array)]
             return not self.holders[id(array)]
         return True
 
@@ -513,8 +552,8 @@ class _Step:
         """
         for value in list(self.loading):
             self.ready(value)
-        for future in self.saving.values():
-            self.wait(future)
+        for value in list(self.saving):
+            self.saved(value)
         self.is_done = True
         graph = self.graph
         outputs = [
