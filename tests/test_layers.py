@@ -9,8 +9,8 @@ import poet_jax
 PACKAGE = pathlib.Path(poet_jax.__file__).parent
 LAYERS = """
     units progress interrupts errors graph trace coarsen recompute
-    convolution depthwise pooling heap store paged compile in_place order device devices.paper devices machine
-    lowerings node_costs price plan program simulate postpone fuse
+    convolution depthwise pooling heap store paged compile in_place order
+    device devices.paper devices machine lowerings node_costs price plan program simulate postpone fuse
     planners planners.judge planners.keep_all planners.sqrt planners.greedy
     planners.repair planners.worker planners.solver planners.objective
     planners.choice planners.cuts planners.lift
