@@ -8,20 +8,17 @@ import poet_jax
 
 PACKAGE = pathlib.Path(poet_jax.__file__).parent
 LAYERS = """
-    units progress interrupts errors graph trace coarsen recompute
-    convolution depthwise pooling heap store paged compile in_place order
-    device devices.paper devices machine lowerings node_costs price plan program simulate postpone fuse
+    units progress interrupts errors graph trace coarsen recompute convolution
+    depthwise pooling heap store paged compile in_place order device devices.paper
+    devices machine lowerings node_costs price plan program simulate postpone fuse
     planners planners.judge planners.keep_all planners.sqrt planners.greedy
     planners.repair planners.worker planners.solver planners.objective
-    planners.choice planners.cuts planners.lift
-    planners.rounds planners.formulation planners.milp planners.paper
-    executors executors.buffers
-    executors.host executors.whole explain effects reasons timeline matrices figures dot
-    perfetto report stream rewrite narrow associate fold state
-    pareto cache schedule arguments transform training part blocks
-    update.scheme update.items update.search update
-    nnx linen train_step
-    __init__
+    planners.choice planners.cuts planners.lift planners.rounds planners.formulation
+    planners.milp planners.paper executors executors.buffers executors.host
+    executors.whole explain effects reasons timeline matrices figures dot perfetto
+    report stream rewrite narrow associate fold state pareto cache schedule
+    arguments transform training part blocks update.scheme update.items
+    update.search update nnx linen train_step __init__
 """.split()
 
 
