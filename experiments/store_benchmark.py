@@ -59,8 +59,10 @@ def plain_round(total: int, writes: list[float], reads: list[float]) -> None:
 
 
 def pages(nbytes: int) -> np.ndarray:
-    """[nbytes] that start at a page of memory."""
-    return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+    """[nbytes] that start at a page of memory, and are in RAM as a step's buffers."""
+    memory = np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
+    memory[:] = 1
+    return memory
 
 
 def store_round(data: np.ndarray, count: int, writes, reads) -> None:

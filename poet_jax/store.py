@@ -80,7 +80,7 @@ class HostStore:
 # What direct transfers must start and end at, and how much goes at a time, through one
 # of two buffers.
 SECTOR_BYTES = 4096
-CHUNK_BYTES = 2 * 2**20
+CHUNK_BYTES = 4 * 2**20
 
 _MORE_ROOM = (
     "Free some room there, type FileStore(another_folder), or limit the plan with "
