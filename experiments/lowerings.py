@@ -72,7 +72,7 @@ def main(argv: list[str]) -> None:
         )
         for key, node in tqdm(nodes.items(), unit="equation"):
             (equation,) = node.equations
-            measured = lowerings.measure(equation, APPROXIMATE.value, plain=True)
+            measured = lowerings.measure(node, APPROXIMATE.value, plain=True)
             plain = measured.pop("jit")
             chosen = lowerings.choice(measured)
             measured["jit"] = plain

@@ -36,7 +36,7 @@ from poet_jax.depthwise import (
     is_depthwise,
     is_depthwise_gradient,
 )
-from poet_jax.graph import Equation, Graph, equation_signature, map_equations
+from poet_jax.graph import Equation, Graph, Node, equation_signature
 from poet_jax.machine import best_seconds, host_path
 from poet_jax.pooling import (
     by_additions,
@@ -69,7 +69,7 @@ def fastest(graph: Graph, approximate: bool = False) -> Graph:
     rounded to bfloat16, summed in float32.
     """
     found = {
-        _key(e, approximate): e
+        _key(node, e, approximate): dataclasses.replace(node, equations=(e,))
         for node in graph.nodes
         for e in node.equations
         if any(others(e, approximate))
@@ -82,14 +82,20 @@ def fastest(graph: Graph, approximate: bool = False) -> Graph:
     if missing:
         _write(path, chosen)
 
-    def lowered(equation: Equation) -> Equation:
-        key = _key(equation, approximate)
+    def lowered(node: Node, equation: Equation) -> Equation:
+        key = _key(node, equation, approximate)
         if key not in found:
             return equation
         choices = {x.__name__: x for x in others(equation, approximate)}
         return dataclasses.replace(equation, lowering=choices.get(chosen[key]))
 
-    return map_equations(graph, lowered)
+    nodes = tuple(
+        dataclasses.replace(
+            node, equations=tuple(lowered(node, e) for e in node.equations)
+        )
+        for node in graph.nodes
+    )
+    return dataclasses.replace(graph, nodes=nodes)
 
 
 class Measured(NamedTuple):
@@ -105,13 +111,15 @@ class Measured(NamedTuple):
 
 
 def measure(
-    equation: Equation, approximate: bool = False, plain: bool = False
+    node: Node, approximate: bool = False, plain: bool = False
 ) -> dict[str, Measured]:
-    """What each lowering takes, by name, XLA's own first and as "xla".
+    """What each lowering of a node's one equation takes, by name, XLA's own first and
+    as "xla".
 
     That has the options of `compile.compiler_options`; if `plain`, what `jax.jit`
     compiles without them is measured, too, as "jit".
     """
+    (equation,) = node.equations
     operands = [jnp.ones(x.shape, x.dtype) for x in equation.operand_shapes]
     result_bytes = sum(x.size * x.dtype.itemsize for x in equation.result_shapes)
     runs: dict[str, Callable[[], Any]] = {}
@@ -122,7 +130,7 @@ def measure(
     for name, lowering in ways.items():
         changed = dataclasses.replace(equation, lowering=lowering)
         jitted = jax.jit(lambda *x, e=changed: e.bind(x))
-        options = None if name == "jit" else compiler_options([equation])
+        options = None if name == "jit" else compiler_options([node])
         compiled = jitted.lower(*operands).compile(options)
         runs[name] = run = functools.partial(_run, compiled, operands)
         run()
@@ -152,8 +160,8 @@ def choice(measured: dict[str, Measured]) -> str:
     return min(fast, key=lambda name: fitting[name].workspace_bytes // LEANER_BYTES)
 
 
-def _key(equation: Equation, approximate: bool) -> str:
-    options = compiler_options([equation])
+def _key(node: Node, equation: Equation, approximate: bool) -> str:
+    options = compiler_options([dataclasses.replace(node, equations=(equation,))])
     data = equation_signature(equation), approximate, options
     return hashlib.sha256(repr(data).encode()).hexdigest()[:16]
 

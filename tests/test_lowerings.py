@@ -106,8 +106,9 @@ def test_the_choice_is_made_once_and_changes_no_result(
     ways = ["im2col", "channels_first", "winograd", "bfloat16_product"]
     asked = []
 
-    def measure(equation, approximate):
+    def measure(node, approximate):
         """Each in another way: what a machine would say differs."""
+        (equation,) = node.equations
         names = ["xla", *(x.__name__ for x in lowerings.others(equation, approximate))]
         chosen = next((x for x in ways if x in names), "xla")
         ways.append(ways.pop(0))
@@ -141,8 +142,8 @@ def test_the_choice_is_made_once_and_changes_no_result(
 
 
 def test_every_way_is_measured():
-    (equation,) = equations(convolve, IMAGES, PARAMS[0])
-    measured = lowerings.measure(equation)
+    (node,) = poet_jax.trace(convolve, IMAGES, PARAMS[0]).nodes
+    measured = lowerings.measure(node)
     assert list(measured) == ["xla", "im2col", "channels_first"]
     assert all(0 < x.seconds < 10 and x.workspace_bytes >= 0 for x in measured.values())
 

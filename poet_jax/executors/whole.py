@@ -64,8 +64,7 @@ class WholeStep:
             self._check_allowed()
             return fun(*args, **kwargs)
 
-        equations = (e for node in keep_all.graph.nodes for e in node.equations)
-        self._options = compiler_options(equations)
+        self._options = compiler_options(keep_all.graph.nodes)
         self._jitted = jax.jit(guarded, compiler_options=self._options, **jit_options)
         with self.allowed(), progress.line(lambda: "compiling the whole step"):
             compiled = self._jitted.lower(*args, **kwargs).compile()
