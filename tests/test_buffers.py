@@ -3,7 +3,9 @@
 import ctypes
 import dataclasses
 import gc
+import mmap
 import sys
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -138,6 +140,18 @@ def test_moves_do_not_use_up_the_mappings_of_a_process(monkeypatch):
         if row % 100 == 0:
             most = max(most, heap.count_mappings())
     assert most - before < 1000
+
+
+@on_linux
+def test_counting_mappings_takes_little_memory():
+    """Their list has megabytes where pages have moved, which no budget knows of."""
+    kinds = (mmap.PROT_READ, mmap.PROT_READ | mmap.PROT_WRITE)
+    maps = [mmap.mmap(-1, heap.PAGE_BYTES, prot=kinds[n % 2]) for n in range(5000)]
+    tracemalloc.start()
+    count = heap.count_mappings()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count >= len(maps) and peak < 2**18
 
 
 @on_linux
