@@ -38,6 +38,7 @@ from poet_jax.depthwise import (
 )
 from poet_jax.graph import Equation, Graph, Node, equation_signature
 from poet_jax.machine import best_seconds, host_path
+from poet_jax.plan import BudgetLike, parse_budget
 from poet_jax.pooling import (
     by_additions,
     by_comparison,
@@ -57,17 +58,23 @@ TURNS = 4
 LEAST_FLOPS = 5e6
 
 
-def fastest(graph: Graph, approximate: bool = False) -> Graph:
+def fastest(
+    graph: Graph, approximate: bool = False, budget: BudgetLike | None = None
+) -> Graph:
     """`graph` with convolutions, products and pooling as is fastest on this machine.
 
-    Each distinct one is compiled and measured in every way that fits it, once: the
-    choice is kept in a file beside `host_path()`, by signature. Of ways that are about
-    as fast the one with the smallest workspace is taken, and what would allocate more
-    than XLA's own way and 8 MiB is left out. Sums are taken in another order, so
-    results differ by rounding; `approximate` allows what differs by more: Winograd's
-    convolution, whose error is some ten times rounding's, and products of operands
-    rounded to bfloat16, summed in float32.
+    Each distinct one is compiled and measured in every way that fits it, once: what was
+    measured is kept in a file beside `host_path()`, by signature. Of ways that are
+    about as fast the one with the smallest workspace is taken. Left out is what cannot
+    fit `budget`, as bytes or a size: a node needs its workspace, what it reads and
+    writes, and arguments that no plan may free; where nothing fits the leanest is
+    taken. Without a budget, what would allocate more than XLA's own way and 8 MiB is
+    left out. Sums are taken in another order, so results differ by rounding;
+    `approximate` allows what differs by more: Winograd's convolution, whose error is
+    some ten times rounding's, and products of operands rounded to bfloat16, summed in
+    float32. Raises ValueError for a percentage, as this runs before nodes are priced.
     """
+    memory_bytes = None if budget is None else _memory_bytes(budget)
     found = {
         _key(node, e, approximate): dataclasses.replace(node, equations=(e,))
         for node in graph.nodes
@@ -75,19 +82,24 @@ def fastest(graph: Graph, approximate: bool = False) -> Graph:
         if any(others(e, approximate))
     }
     path = host_path().with_suffix(".lowerings.json")
-    chosen = _read(path)
-    missing = [key for key in found if key not in chosen]
+    known = _read(path)
+    missing = [key for key in found if key not in known]
     for key in counted(missing, len(missing), "timing lowerings"):
-        chosen[key] = choice(measure(found[key], approximate))
+        known[key] = measure(found[key], approximate)
     if missing:
-        _write(path, chosen)
+        _write(path, known)
 
     def lowered(node: Node, equation: Equation) -> Equation:
         key = _key(node, equation, approximate)
         if key not in found:
             return equation
+        most_bytes = None
+        if memory_bytes is not None:
+            there = {*graph.pinned, *node.reads, *node.writes}
+            most_bytes = memory_bytes - sum(graph.values[v].nbytes for v in there)
         choices = {x.__name__: x for x in others(equation, approximate)}
-        return dataclasses.replace(equation, lowering=choices.get(chosen[key]))
+        chosen = choice(known[key], most_bytes)
+        return dataclasses.replace(equation, lowering=choices.get(chosen))
 
     nodes = tuple(
         dataclasses.replace(
@@ -96,6 +108,16 @@ def fastest(graph: Graph, approximate: bool = False) -> Graph:
         for node in graph.nodes
     )
     return dataclasses.replace(graph, nodes=nodes)
+
+
+def _memory_bytes(budget: BudgetLike) -> int:
+    if isinstance(budget, str) and budget.strip().endswith("%"):
+        raise ValueError(
+            f"The fastest ways were asked for within {budget}. What keep-all needs is "
+            "known only after they are chosen, so it takes bytes or a size. Type for "
+            'example budget="64MiB".'
+        )
+    return parse_budget(budget).memory_bytes
 
 
 class Measured(NamedTuple):
@@ -148,12 +170,16 @@ def _run(compiled: Callable[..., Any], operands: Sequence[jax.Array]) -> Any:
     return jax.block_until_ready(compiled(*operands))
 
 
-def choice(measured: dict[str, Measured]) -> str:
+def choice(measured: dict[str, Measured], most_bytes: int | None = None) -> str:
     """The leanest of those about as fast as the fastest, the first if several are.
 
-    What takes far more memory than the first is left out.
+    What has a workspace of more than `most_bytes` is left out, by default what takes
+    far more memory than the first; if that is everything, the leanest is taken.
     """
-    most_bytes = next(iter(measured.values())).workspace_bytes + PATCHES_BYTES
+    if most_bytes is None:
+        most_bytes = next(iter(measured.values())).workspace_bytes + PATCHES_BYTES
+    least_bytes = min(x.workspace_bytes for x in measured.values())
+    most_bytes = max(most_bytes, least_bytes)
     fitting = {k: x for k, x in measured.items() if x.workspace_bytes <= most_bytes}
     seconds = min(x.seconds for x in fitting.values()) / GAIN
     fast = [name for name, x in fitting.items() if x.seconds <= seconds]
@@ -166,18 +192,22 @@ def _key(node: Node, equation: Equation, approximate: bool) -> str:
     return hashlib.sha256(repr(data).encode()).hexdigest()[:16]
 
 
-def _read(path) -> dict[str, str]:
+def _read(path) -> dict[str, dict[str, Measured]]:
     try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError):
+        known = json.loads(path.read_text())
+        return {
+            key: {name: Measured(*x) for name, x in ways.items()}
+            for key, ways in known.items()
+        }
+    except (OSError, ValueError, TypeError, AttributeError):  # not there, or not ours
         return {}
 
 
-def _write(path, chosen: dict[str, str]) -> None:
+def _write(path, known: dict[str, dict[str, Measured]]) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps(chosen, indent=1))
+        part.write_text(json.dumps(known, indent=1))
         part.replace(path)
     except OSError:  # measured again at the next start
         pass

@@ -153,14 +153,69 @@ ways = st.builds(
 )
 
 
-@given(measured=st.lists(ways, min_size=1, max_size=4))
-def test_the_leanest_of_the_fast_ways_is_chosen(measured):
+@given(
+    measured=st.lists(ways, min_size=1, max_size=4),
+    room=st.none() | st.sampled_from([-1, 0, 2**19, 2**23, 2**25]),
+)
+def test_the_leanest_of_the_fast_ways_that_fit_is_chosen(measured, room):
     named = {str(number): x for number, x in enumerate(measured)}
-    chosen = named[lowerings.choice(named)]
-    most_bytes = measured[0].workspace_bytes + lowerings.PATCHES_BYTES
+    chosen = named[lowerings.choice(named, room)]
+    if room is None:
+        room = measured[0].workspace_bytes + lowerings.PATCHES_BYTES
+    most_bytes = max(room, min(x.workspace_bytes for x in measured))
     assert chosen.workspace_bytes <= most_bytes
     for other in measured:
         if other.workspace_bytes <= most_bytes:
             assert chosen.seconds * lowerings.GAIN <= other.seconds
             if other.seconds <= chosen.seconds:
                 assert chosen.workspace_bytes <= other.workspace_bytes + 2**20
+
+
+def needed(graph, workspace_bytes):
+    """Bytes that no plan can do without at a node with such a workspace, at most."""
+    return workspace_bytes + max(
+        sum(graph.values[v].nbytes for v in {*graph.pinned, *n.reads, *n.writes})
+        for n in graph.nodes
+    )
+
+
+def test_what_cannot_fit_the_budget_is_left_out(tmp_path, monkeypatch):
+    """The lean way where the budget has no room for the fast one, else the fast one;
+    both from what was measured once."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    workspace_bytes = 2**24
+
+    def measure(node, approximate):
+        fast = lowerings.Measured(1.0, workspace_bytes)
+        return {"xla": lowerings.Measured(2.0, 0), "im2col": fast}
+
+    monkeypatch.setattr(lowerings, "measure", measure)
+    graph = poet_jax.trace(convolve, IMAGES, PARAMS[0])
+    enough = needed(graph, workspace_bytes)
+    for budget, ways in (
+        (enough, {lowerings.im2col}),
+        (enough - 1, {None}),
+        ("1KiB", {None}),
+        (None, {None}),  # 16 MiB are far more than XLA takes
+        (poet_jax.Budget(enough), {lowerings.im2col}),
+    ):
+        chosen = poet_jax.fastest(graph, budget=budget)
+        assert {e.lowering for n in chosen.nodes for e in n.equations} == ways
+        monkeypatch.setattr(lowerings, "measure", None)  # the file knows by now
+
+
+def test_a_share_of_keep_all_is_refused():
+    graph = poet_jax.trace(convolve, IMAGES, PARAMS[0])
+    with pytest.raises(ValueError, match="within 30%.* takes bytes or a size. Type"):
+        poet_jax.fastest(graph, budget="30%")
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"a": "im2col"}', '{"a": {"xla": 1}}'])
+def test_a_damaged_file_is_measured_again(text, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = poet_jax.machine.host_path().with_suffix(".lowerings.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    graph = poet_jax.trace(convolve, IMAGES, PARAMS[0])
+    poet_jax.fastest(graph)
+    assert '"xla"' in path.read_text()
