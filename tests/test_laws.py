@@ -72,6 +72,30 @@ def test_deadline_room_on_storage_and_time_are_kept(solver, case, late, store_by
     assert plan.objective == pytest.approx(usage.seconds, rel=relative)
 
 
+@pytest.mark.parametrize("objective", ["time", "energy"])
+@settings(max_examples=60)
+@given(case=budgeted_graphs(), late=st.floats(1.0, 1.5), fewer=st.integers(0, 4))
+def test_no_plan_that_is_in_time_is_below_the_bound(objective, case, late, fewer):
+    """Nor does more memory lose a plan, or make it dearer."""
+    graph, costs, memory = case
+    seconds = late * least_objective(graph, costs, "time")
+    planner = solvers(objective=objective)["CBC"]
+    plan = attempt(planner, graph, costs, poet_jax.Budget(memory, seconds))
+    leaner = poet_jax.Budget(max(1, memory - fewer * 2**20), seconds)
+    others = [attempt(planner, graph, costs, leaner)]
+    others += [attempt(x, graph, costs, memory) for x in PLANNERS.values()]
+    for other in others:
+        if isinstance(other, poet_jax.BudgetTooSmall):
+            continue
+        usage = simulated(graph, costs, other)
+        if usage.seconds <= seconds:
+            assert isinstance(plan, poet_jax.Plan)
+            value = usage.seconds if objective == "time" else usage.joules
+            assert plan.bound <= value * (1 + relative)
+            if plan.status is poet_jax.Status.OPTIMAL:
+                assert plan.objective <= value * (1 + 1e-6)
+
+
 @settings(max_examples=90)
 @given(case=budgeted_graphs(min_nodes=5, max_nodes=8))
 def test_the_published_planner_says_what_its_plan_costs_or_is_refused(case):

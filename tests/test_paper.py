@@ -215,3 +215,20 @@ def test_the_published_example_takes_the_published_joules(tmp_path):
     plan = poet_jax.MilpPlanner()(graph, costs, budget)
     assert plan.status is poet_jax.Status.OPTIMAL
     assert plan.objective <= 7.88952
+
+
+def test_waiting_for_storage_is_part_of_the_program(tmp_path):
+    """Within 1.02 times the compute the cheapest pages leave the transformer waiting;
+    dearer ones do not, and that they are the best is proven."""
+    layer_graphs.write(tmp_path)
+    path = tmp_path / "poet-transformer-a72.json"
+    graph, costs = poet_jax.load_instance(path)
+    compute_seconds = costs.seconds.sum()
+    plans = [
+        poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(33_030_144, seconds))
+        for seconds in (1.02 * compute_seconds, 4 * compute_seconds)
+    ]
+    assert all(plan.status is poet_jax.Status.OPTIMAL for plan in plans)
+    timely, late = (poet_jax.simulate(poet_jax.lower(graph, x), costs) for x in plans)
+    assert timely.seconds <= 1.02 * compute_seconds < late.seconds
+    assert late.joules < timely.joules

@@ -24,6 +24,12 @@ from poet_jax.planners.objective import minimise
 from poet_jax.planners.solver import Model, xsum
 from poet_jax.price import Costs
 
+# Rows about seconds are broken by more than this share of them.
+TOLERANCE = 1e-6
+
+# So many plans that wait beyond the deadline are forbidden, one by one.
+LATE_PLANS = 30
+
 
 class Formulation:
     """The MILP over a solver of python-mip; without a budget it minimises the peak.
@@ -37,7 +43,7 @@ class Formulation:
         self.count = len(graph.nodes)
         self.successors = {} if budget is None else graph.successors
         self.resident: set[int] = set()  # of the last solution
-        self.is_relaxation = True  # False once a deadline was tightened
+        self.is_relaxation = True  # False once a plan that is late was forbidden
         self.model = Model(planner.solver, planner.gap / 2)
         self.nbytes = [int(n) for n in costs.nbytes]
         self.pinned_bytes = sum(self.nbytes[v] for v in graph.pinned)
@@ -49,11 +55,19 @@ class Formulation:
         self._store_rows()
         self._objective()
         self.tightened: set[tuple[int, int]] = set()
+        self.late_plans = 0
         self.statistics = {
             "binaries": len(self.x) + len(self.r) + len(self.page_in),
             "rows": len(self.model.rows),
             "rounds": 0,
         }
+
+    @property
+    def has_seconds(self) -> bool:
+        """Whether the time of the step matters."""
+        assert self.budget is not None
+        is_time = self.planner.objective == "time" or self.costs.static_watts > 0
+        return is_time or self.budget.seconds is not None
 
     # What may happen when.
 
@@ -229,13 +243,16 @@ class Formulation:
                 self.model += xsum(y for _, y in chosen) <= len(chosen) - 1
         return len(self.covered) > before
 
-    def tighten(self, judged: Judged) -> bool:
-        """Add the rows that `judged` breaks; False if it breaks none."""
+    def tighten(self, judged: Judged, timely: Judged) -> bool:
+        """Add the rows that `judged` breaks; False if it breaks none.
+
+        `timely` is the same with its page-ins issued early.
+        """
         if (
             self.budget is not None
             and judged.usage.peak_bytes <= self.budget.memory_bytes
         ):
-            return self._tighten_deadline(judged)
+            return self._stall_rows() or self._forbid_late(timely)
         limit = (
             self.values[self.memory.idx] * self.unit
             if self.budget is None
@@ -295,18 +312,53 @@ class Formulation:
                     model += alive >= source + use + runs - 2
         self._add_memory_row(terms, 0)
 
-    def _tighten_deadline(self, judged: Judged) -> bool:
-        """A plan that stalls beyond the deadline: ask for one that is faster by
-        that."""
-        if self.budget is None or self.budget.seconds is None or not self.deadline:
+    def _stall_rows(self) -> bool:
+        """(24) What is written after base node `first` and read for base node `last`
+        moves both ways between them, while nothing else need be computed."""
+        assert self.budget is not None
+        if not self.has_seconds:
             return False
-        late = judged.usage.seconds - self.budget.seconds
-        if late <= 0 or self.deadline <= 0:
+        costs, producer = self.costs, self.graph.producer
+        moved = [key for key, y in self.page_in.items() if self.values[y.idx] > 0.5]
+        found = False
+        for first in {producer.get(v, -1) for v, _ in moved}:
+            for last in {t for _, t in moved if t > first}:
+                outside = costs.seconds[: first + 1].sum() + costs.seconds[last:].sum()
+                terms = [
+                    (costs.seconds[i], y)
+                    for (i, t), y in self.r.items()
+                    if t <= first or t > last
+                ]
+                terms += [
+                    (costs.page_in_seconds[v], y)
+                    for (v, t), y in self.page_in.items()
+                    if producer.get(v, -1) >= first and t <= last
+                ]
+                written = {v: t for v, t in sorted(moved, reverse=True) if t <= last}
+                terms += [
+                    (costs.page_out_seconds[v], self.page_in[v, t])
+                    for v, t in written.items()
+                    if producer.get(v, -1) >= first and v in self.page_out
+                ]
+                least = outside + sum(n * self.values[y.idx] for n, y in terms)
+                if least > self.values[self.seconds.idx] * (1 + TOLERANCE):
+                    rows = xsum(float(n) * y for n, y in terms)
+                    self.model += self.seconds >= rows + float(outside)
+                    found = True
+        return found
+
+    def _forbid_late(self, timely: Judged) -> bool:
+        """A plan that waits beyond the deadline, with no room to issue its page-ins
+        earlier: ask for one that leaves out some of them."""
+        assert self.budget is not None
+        deadline = self.budget.seconds
+        chosen = [y for y in self.page_in.values() if self.values[y.idx] > 0.5]
+        if deadline is None or timely.usage.seconds <= deadline or not chosen:
             return False
         self.is_relaxation = False
-        self.deadline -= late
-        self.model += self.seconds <= self.deadline
-        return True
+        self.late_plans += 1
+        self.model += xsum(chosen) <= len(chosen) - 1
+        return self.late_plans < LATE_PLANS
 
     def _store_rows(self) -> None:
         """(10) Room on storage: what is still to be paged in at or after a stage."""
@@ -333,7 +385,6 @@ class Formulation:
             self.objective_unit = self.unit
             self.model.objective = self.memory * 1.0
             return
-        self.deadline = self.budget.seconds
         self.objective_unit, self.seconds = minimise(
             self.model,
             self.graph,

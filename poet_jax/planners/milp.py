@@ -296,9 +296,10 @@ class _Search:
             self.solver_found = True
             graph = self.graph.with_resident(program.resident)
             judged = judge(graph, self.costs, stages.actions(graph))
-            self.consider(prefetch(self.costs, judged, self.budget))
+            timely = prefetch(self.costs, judged, self.budget)
+            self.consider(timely)
             done = self.is_optimal() or self.seconds_left() <= 1.0
-            if done or not program.tighten(judged):
+            if done or not program.tighten(judged, timely):
                 return
 
     def solve_by_cuts(self) -> None:
@@ -372,7 +373,7 @@ class _Search:
                     leanest = judged
                 if leanest.usage.peak_bytes <= least or self.seconds_left() <= 1.0:
                     break
-                if not program.tighten(judged):
+                if not program.tighten(judged, judged):
                     break
         return budget_too_small(
             graph,
