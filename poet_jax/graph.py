@@ -25,7 +25,8 @@ class Value:
       nbytes: size in bytes.
       shape, dtype: as of the `jax.Array`; `()` and None in a graph that was not traced.
       weak_type: whether JAX may promote the dtype away, as for a Python scalar.
-      pageable: whether it may be written to storage (typed PRNG keys may not).
+      pageable: whether it may be written to storage; typed PRNG keys, and what is
+        weakly typed, may not.
     """
 
     name: str

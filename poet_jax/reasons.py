@@ -222,8 +222,10 @@ class _Words:
         return f"Running {node.name} again{often} would cost {cost}."
 
     def page_out_and_in(self) -> str:
-        if not self.graph.values[self.value].pageable:
-            return "It is a PRNG key, which is never paged."
+        value = self.graph.values[self.value]
+        if not value.pageable:
+            kind = "a weakly typed array" if value.weak_type else "a PRNG key"
+            return f"It is {kind}, which is never paged."
         return f"Paging it out and in would cost {_cost(*self.transfers(1, 1))}."
 
     def absent(self) -> str:

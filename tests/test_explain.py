@@ -7,10 +7,12 @@ import json
 import re
 import shutil
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from strategies import HEURISTICS, budgeted_graphs
+from strategies import DEVICE, HEURISTICS, budgeted_graphs
 from test_golden import chain
 from toy import OPTIONS, W, X, gradient
 
@@ -222,6 +224,27 @@ def test_reasons_are_sentences(planner, memory_bytes, expected):
     """By hand: every node and every transfer of the chain takes a second."""
     schedule = make_schedule(*chain(), memory_bytes, planner)
     assert [str(x) for x in schedule.reasons()][: len(expected)] == expected
+
+
+def test_a_reason_says_why_a_value_is_never_paged():
+    """Keys, and scalars whose type JAX may promote away."""
+
+    def fun(key, x):
+        first = jax.random.split(key)[0]
+        factor = jnp.where(x.sum() > 0, 1.0, 2.0)
+        return jnp.sin(factor * x) @ x + factor * jax.random.normal(first, x.shape)
+
+    passes = (poet_jax.order,)
+    scheduled = poet_jax.schedule(fun, "100%", device=DEVICE, passes=passes)
+    schedule = scheduled.plan(jax.random.key(0), jnp.ones((8, 8)))
+    said = {"a weakly typed array": set(), "a PRNG key": set()}
+    for reason in schedule.reasons():
+        for kind, values in said.items():
+            if f"It is {kind}, which is never paged." in str(reason):
+                values.add(schedule.graph.values[reason.value])
+    assert all(value.weak_type for value in said["a weakly typed array"])
+    assert all("key" in str(value.dtype) for value in said["a PRNG key"])
+    assert all(said.values())
 
 
 # Traces
