@@ -3,7 +3,11 @@
 from poet_jax import devices, linen, nnx, update
 from poet_jax.associate import associate
 from poet_jax.coarsen import coarsen
-from poet_jax.convolution import filter_gradients, pointwise_convolutions
+from poet_jax.convolution import (
+    filter_gradients,
+    large_convolutions,
+    pointwise_convolutions,
+)
 from poet_jax.depthwise import depthwise_convolutions
 from poet_jax.device import DeviceProfile
 from poet_jax.effects import Effect, Effects, effects
@@ -97,6 +101,7 @@ __all__ = [
     "host_path",
     "init_paged",
     "keep_all",
+    "large_convolutions",
     "load_instance",
     "lower",
     "narrow",

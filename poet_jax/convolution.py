@@ -1,4 +1,4 @@
-"""Convolutions as matrix products, for XLA's CPU backend.
+"""Convolutions as matrix products, or a few images at a time, for XLA's CPU backend.
 
 A convolution with a kernel of one element is one, and XLA copies its image first. The
 gradient for a filter is itself a convolution, whose filter is the output's gradient
@@ -23,6 +23,10 @@ from poet_jax.graph import Equation, Graph, lower_on_cpu
 PATCHES_BYTES = 8 * 2**20
 # What a processor's caches hold of shifted images; those of one image may be more.
 CACHED_BYTES = 4 * 2**20
+# Of images that are convolved at once, and what has to be computed with each byte that
+# is read or written so that moving it once more takes no time worth mentioning.
+AT_ONCE_BYTES = 2 * 2**20
+LEAST_WORK = 100
 
 
 def pointwise_convolutions(graph: Graph) -> Graph:
@@ -43,6 +47,57 @@ def filter_gradients(graph: Graph) -> Graph:
     convolutions, and where channels are not the last dimension.
     """
     return lower_on_cpu(graph, is_filter_gradient, as_matrix_product)
+
+
+def large_convolutions(graph: Graph) -> Graph:
+    """`graph` with large convolutions of the forward pass a few images at a time.
+
+    XLA's CPU backend copies all images that such a convolution reads, padded, and tells
+    nobody. A few at a time need a fraction of that and the same time, and results are
+    the same to the bit. Nothing changes on another backend than the CPU, in the
+    backward pass, where nothing is copied (see `compile.compiler_options`), for other
+    types than float32 and float64, for groups, where the batch is not the first
+    dimension, and where little is computed with what is read and written.
+    """
+    forward = {id(e) for n in graph.nodes if not n.backward for e in n.equations}
+
+    def applies(equation: Equation) -> bool:
+        return id(equation) in forward and is_large(equation)
+
+    return lower_on_cpu(graph, applies, by_images)
+
+
+def is_large(equation: Equation) -> bool:
+    """Whether it is a convolution of images that are better not copied at once."""
+    if equation.lowering is not None or not _is_plain(equation):
+        return False
+    numbers = equation.params["dimension_numbers"]
+    image, kernel = equation.operand_shapes
+    (result,) = equation.result_shapes
+    moved_bytes = (image.size + result.size) * image.dtype.itemsize
+    flops = 2 * result.size * kernel.size // kernel.shape[numbers.rhs_spec[0]]
+    return (
+        numbers.lhs_spec[0] == numbers.out_spec[0] == 0
+        and image.shape[0] > 1
+        and image.size * image.dtype.itemsize > PATCHES_BYTES
+        and flops > LEAST_WORK * moved_bytes
+    )
+
+
+def by_images(params: dict[str, Any], image: jax.Array, kernel: jax.Array):
+    """XLA's convolution of as many images at a time as have `AT_ONCE_BYTES`."""
+    images = divisor(len(image), AT_ONCE_BYTES * len(image) // image.nbytes)
+    if images == 1:  # XLA copies what gets a dimension of one
+
+        def one(image):
+            return lax.conv_general_dilated_p.bind(image[None], kernel, **params)[0]
+
+        return lax.map(one, image)
+    results = lax.map(
+        lambda image: lax.conv_general_dilated_p.bind(image, kernel, **params),
+        image.reshape(-1, images, *image.shape[1:]),
+    )
+    return results.reshape(-1, *results.shape[2:])
 
 
 def _is_plain(equation: Equation) -> bool:

@@ -17,7 +17,11 @@ from poet_jax.arguments import StaticArguments, difference
 from poet_jax.associate import associate
 from poet_jax.cache import PlanCache
 from poet_jax.coarsen import coarsen
-from poet_jax.convolution import filter_gradients, pointwise_convolutions
+from poet_jax.convolution import (
+    filter_gradients,
+    large_convolutions,
+    pointwise_convolutions,
+)
 from poet_jax.depthwise import depthwise_convolutions
 from poet_jax.device import DeviceProfile
 from poet_jax.effects import Effects, effects
@@ -55,6 +59,7 @@ PASSES: tuple[Pass, ...] = (
     filter_gradients,
     pointwise_convolutions,
     depthwise_convolutions,
+    large_convolutions,
     pool_gradients,
     short_sums,
 )
@@ -321,8 +326,9 @@ def schedule(
         (what the backward pass reads of a light node is computed there again),
         `stream` (large updates of state on storage go block by block), `order` (nodes
         free early), and `filter_gradients`, `pointwise_convolutions`,
-        `depthwise_convolutions`, `pool_gradients` and `short_sums` (in forms that XLA's
-        CPU backend computes fast and in little memory). `passes=()` leaves the graph as
+        `depthwise_convolutions`, `large_convolutions`, `pool_gradients` and
+        `short_sums` (in forms that XLA's CPU backend computes fast and in little
+        memory). `passes=()` leaves the graph as
         it was traced, one equation per node; `Scheduled.effects` shows what each does.
       static_argnums, static_argnames, donate_argnums: as for `jax.jit`.
 

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from strategies import DEVICE
 
 import poet_jax
-from poet_jax.convolution import filter_gradients, pointwise_convolutions
+from poet_jax import convolution as convolution_file
+from poet_jax.convolution import (
+    by_images,
+    filter_gradients,
+    large_convolutions,
+    pointwise_convolutions,
+)
 from poet_jax.depthwise import depthwise_convolutions
 
 NHWC = ("NHWC", "HWIO", "NHWC")
@@ -298,3 +304,52 @@ def test_the_forward_pass_rounds_as_under_jit():
         )
         got, expected = scheduled(image, kernel), jax.jit(convolve)(image, kernel)
         np.testing.assert_array_equal(got, expected)
+
+
+@settings(max_examples=15)
+@given(case=convolutions(), at_once_bytes=st.sampled_from([1, 2**10, 2**20]))
+def test_images_have_nothing_to_do_with_each_other(case, at_once_bytes):
+    """A few at a time give the same bits."""
+    convolution, image, kernel = case
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(convolution_file, "PATCHES_BYTES", 0)
+        patched.setattr(convolution_file, "LEAST_WORK", 0)
+        patched.setattr(convolution_file, "AT_ONCE_BYTES", at_once_bytes)
+        graph = large_convolutions(poet_jax.trace(convolution, image, kernel))
+        (changed,) = [e.lowering for n in graph.nodes for e in n.equations]
+        assert changed is (by_images if len(image) > 1 else None)
+        (got,) = jax.jit(lambda *args: graph(*args))(image, kernel)
+    np.testing.assert_array_equal(got, jax.jit(convolution)(image, kernel))
+
+
+def test_large_images_are_not_copied_at_once():
+    """Those of the forward pass; XLA copies 24 MiB of them otherwise."""
+    image, kernel = jnp.ones((16, 64, 64, 96)), jnp.ones((3, 3, 96, 32))
+
+    def loss(kernel, image):
+        return (jnp.tanh(convolve(image, kernel)) ** 2).sum()
+
+    graph = large_convolutions(poet_jax.trace(jax.grad(loss), kernel, image))
+    nodes = [n for n in graph.nodes if n.equations[0].lowering is by_images]
+    assert [node.backward for node in nodes] == [False]
+    workspaces = [
+        poet_jax.price(x, poet_jax.host()).workspace_bytes.max()
+        for x in (
+            poet_jax.trace(convolve, image, kernel),
+            large_convolutions(poet_jax.trace(convolve, image, kernel)),
+        )
+    ]
+    assert workspaces[1] < image.nbytes / 4 < image.nbytes <= workspaces[0]
+
+
+@pytest.mark.parametrize(
+    ("image", "kernel"),
+    [
+        ((1, 256, 256, 64), (3, 3, 64, 64)),  # one image
+        ((16, 32, 32, 64), (3, 3, 64, 64)),  # 4 MiB
+        ((16, 64, 64, 96), (3, 3, 96, 8)),  # little work
+    ],
+)
+def test_what_is_not_worth_it_is_computed_at_once(image, kernel):
+    graph = poet_jax.trace(convolve, jnp.zeros(image), jnp.zeros(kernel))
+    assert not large_convolutions(graph).is_lowered
