@@ -38,7 +38,7 @@ OUTPUT = flags.DEFINE_string(
 )
 WAYS = (
     "jit", "xla", "im2col", "channels_first", "as_matrix_product", "by_comparison",
-    "by_additions", "as_sum_over_taps", "as_sums_over_images",
+    "by_additions", "as_sum_over_taps", "as_sums_over_images", "by_images",
 )  # fmt: skip
 ROUGH = ("winograd", "bfloat16_product")
 

@@ -62,14 +62,15 @@ def large_convolutions(graph: Graph) -> Graph:
     forward = {id(e) for n in graph.nodes if not n.backward for e in n.equations}
 
     def applies(equation: Equation) -> bool:
-        return id(equation) in forward and is_large(equation)
+        is_free = equation.lowering is None and id(equation) in forward
+        return is_free and is_large(equation)
 
     return lower_on_cpu(graph, applies, by_images)
 
 
 def is_large(equation: Equation) -> bool:
     """Whether it is a convolution of images that are better not copied at once."""
-    if equation.lowering is not None or not _is_plain(equation):
+    if not _is_plain(equation):
         return False
     numbers = equation.params["dimension_numbers"]
     image, kernel = equation.operand_shapes

@@ -24,8 +24,10 @@ from poet_jax.convolution import (
     CACHED_BYTES,
     PATCHES_BYTES,
     as_matrix_product,
+    by_images,
     divisor,
     is_filter_gradient,
+    is_large,
     padded,
     result_sizes,
     shifted,
@@ -218,6 +220,7 @@ _BY_RULE = (
     (is_short_sum, by_additions),
     (is_depthwise, as_sum_over_taps),
     (is_depthwise_gradient, as_sums_over_images),
+    (is_large, by_images),
 )
 
 

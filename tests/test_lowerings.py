@@ -148,6 +148,14 @@ def test_every_way_is_measured():
     assert all(0 < x.seconds < 10 and x.workspace_bytes >= 0 for x in measured.values())
 
 
+def test_a_few_images_at_a_time_are_a_way():
+    """So `fastest` does not undo what `large_convolutions` did."""
+    image, kernel = jnp.ones((16, 64, 64, 96)), jnp.ones((3, 3, 96, 32))
+    graph = poet_jax.large_convolutions(poet_jax.trace(convolve, image, kernel))
+    (equation,) = [e for node in graph.nodes for e in node.equations]
+    assert equation.lowering in list(lowerings.others(equation, False))
+
+
 ways = st.builds(
     lowerings.Measured, st.floats(0.5, 2), st.sampled_from([0, 2**19, 2**22, 2**25])
 )
