@@ -244,7 +244,7 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
         )
     schemes.plot_schemes(
         marks,
-        schemes.mean_joules(groups["full", schemes.WITHOUT_LIMIT]),
+        groups["full", schemes.WITHOUT_LIMIT],
         path,
         filled="in the least budget tried",
         hollow="without limit",

@@ -174,7 +174,7 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
     full = [row for row in rows if row["update"] == "full" and row["ratio"]]
     schemes.plot_schemes(
         marks,
-        schemes.mean_joules(full),
+        full,
         path,
         filled="in a sixth of full's memory (line), full without limit",
         hollow="everything kept, planned",

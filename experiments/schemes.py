@@ -185,11 +185,11 @@ def measured(
     step: Any, batch: Any, plain: Callable[[Any], jax.Array], pairs: int
 ) -> dict[str, Any]:
     """Memory of a step that has run, and its time beside that of `plain` in turns."""
-    state = in_ram((nnx.state(step.model), nnx.state(step.optimizer), batch))
     rise = 0
     for _ in range(2):
         gc.collect()
-        poet_jax.release()
+        poet_jax.release()  # and what a step left in RAM for the next one
+        state = in_ram((nnx.state(step.model), nnx.state(step.optimizer), batch))
         before = memory.resident_bytes() - state
         memory.reset_high_water()
         step(batch)
@@ -250,7 +250,7 @@ def mean_joules(rows: Sequence[Mapping[str, str]]) -> dict[str, float]:
 
 def plot_schemes(
     marks: Mapping[str, Sequence[Mark]],
-    full_joules: Mapping[str, float],
+    full: Sequence[Mapping[str, str]],
     path: pathlib.Path,
     *,
     filled: str,
@@ -261,12 +261,21 @@ def plot_schemes(
 
     Args:
       marks: of each scheme, by name.
-      full_joules: {device: of a step of full training}, which joules are divided by.
+      full: rows of full training, by whose modelled joules others are divided.
       filled, hollow: what the legend says of such marks.
       budget_bytes: where a line shows the budget, if one is to be shown.
     """
+    if not (marks and full):
+        logging.warning(
+            "%s was not drawn. It shows schemes that were trained and timed, beside "
+            "full training. Run this with --update=full, and with steps and pairs.",
+            path,
+        )
+        return
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
+
+    full_joules = mean_joules(full)
 
     def best(name: str) -> float:
         return max(x.accuracy for x in marks[name] if x.accuracy is not None)

@@ -205,6 +205,14 @@ def test_fine_tuning_draws_its_rows_and_names_a_bad_scheme(tmp_path):
     command = [sys.executable, "-m", "experiments.search", "--plot"]
     subprocess.run([*command, f"--output={tmp_path}"], check=True)
     assert (tmp_path / "search.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "schemes.png").unlink()
+    header, *others = rows.read_text().splitlines()
+    searched = next(x for x in others if x.startswith("searched"))
+    (tmp_path / "schemes.csv").write_text(f"{header}\n{searched}\n")
+    done = finetune("--plot", f"--output={tmp_path}")
+    assert done.returncode == 0 and "was not drawn" in done.stderr
+    assert not (tmp_path / "schemes.png").exists()
+    shutil.copy(rows, tmp_path)
     failed = finetune("--update=biases", f"--output={tmp_path}")
     assert failed.returncode == 1 and "The schemes are full" in failed.stderr
     assert (tmp_path / "schemes.csv").read_bytes() == rows.read_bytes()
