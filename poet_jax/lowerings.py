@@ -52,8 +52,9 @@ from poet_jax.progress import counted
 Lowering = Callable[..., Any]
 
 # Faster by less than this, or leaner by less than that, is not worth another program,
-# and may be noise.
+# and may be noise. A leaner way is at most so much slower than XLA's own.
 GAIN = 0.95
+SLOWER = 1.02
 LEANER_BYTES = 2**20
 TURNS = 4
 # What takes less is not worth its measurement, at 50 GFLOP/s a tenth of a millisecond.
@@ -175,6 +176,8 @@ def _run(compiled: Callable[..., Any], operands: Sequence[jax.Array]) -> Any:
 def choice(measured: dict[str, Measured], most_bytes: int | None = None) -> str:
     """The leanest of those about as fast as the fastest, the first if several are.
 
+    None is slower than the first, XLA's own, by more than `SLOWER`, if that one fits.
+
     What has a workspace of more than `most_bytes` is left out, by default what takes
     far more memory than the first; if that is everything, the leanest is taken.
     """
@@ -183,7 +186,9 @@ def choice(measured: dict[str, Measured], most_bytes: int | None = None) -> str:
     least_bytes = min(x.workspace_bytes for x in measured.values())
     most_bytes = max(most_bytes, least_bytes)
     fitting = {k: x for k, x in measured.items() if x.workspace_bytes <= most_bytes}
-    seconds = min(x.seconds for x in fitting.values()) / GAIN
+    least = min(x.seconds for x in fitting.values())
+    own = next(iter(measured.values())).seconds
+    seconds = max(least, min(least / GAIN, SLOWER * own))
     fast = [name for name, x in fitting.items() if x.seconds <= seconds]
     return min(fast, key=lambda name: fitting[name].workspace_bytes // LEANER_BYTES)
 

@@ -177,6 +177,8 @@ def test_the_leanest_of_the_fast_ways_that_fit_is_chosen(measured, room):
             assert chosen.seconds * lowerings.GAIN <= other.seconds
             if other.seconds <= chosen.seconds:
                 assert chosen.workspace_bytes <= other.workspace_bytes + 2**20
+    if measured[0].workspace_bytes <= most_bytes:
+        assert chosen.seconds <= lowerings.SLOWER * measured[0].seconds
 
 
 def needed(graph, workspace_bytes):
