@@ -1,4 +1,4 @@
-"""Convolutions as matrix products, or a few images at a time, for XLA's CPU backend.
+"""Convolutions as matrix products, or an image at a time, for XLA's CPU backend.
 
 A convolution with a kernel of one element is one, and XLA copies its image first. The
 gradient for a filter is itself a convolution, whose filter is the output's gradient
@@ -23,9 +23,8 @@ from poet_jax.graph import Equation, Graph, lower_on_cpu
 PATCHES_BYTES = 8 * 2**20
 # What a processor's caches hold of shifted images; those of one image may be more.
 CACHED_BYTES = 4 * 2**20
-# Of images that are convolved at once, and what has to be computed with each byte that
-# is read or written so that moving it once more takes no time worth mentioning.
-AT_ONCE_BYTES = 2 * 2**20
+# What has to be computed with each byte that is read or written so that moving it once
+# more takes no time worth mentioning.
 LEAST_WORK = 100
 
 
@@ -50,10 +49,10 @@ def filter_gradients(graph: Graph) -> Graph:
 
 
 def large_convolutions(graph: Graph) -> Graph:
-    """`graph` with large convolutions of the forward pass a few images at a time.
+    """`graph` with large convolutions of the forward pass an image at a time.
 
     XLA's CPU backend copies all images that such a convolution reads, padded, and tells
-    nobody. A few at a time need a fraction of that and the same time, and results are
+    nobody. One at a time needs a fraction of that and the same time, and results are
     the same to the bit. Nothing changes on another backend than the CPU, in the
     backward pass, where nothing is copied (see `compile.compiler_options`), for other
     types than float32 and float64, for groups, where the batch is not the first
@@ -86,19 +85,15 @@ def is_large(equation: Equation) -> bool:
 
 
 def by_images(params: dict[str, Any], image: jax.Array, kernel: jax.Array):
-    """XLA's convolution of as many images at a time as have `AT_ONCE_BYTES`."""
-    images = divisor(len(image), AT_ONCE_BYTES * len(image) // image.nbytes)
-    if images == 1:  # XLA copies what gets a dimension of one
+    """XLA's convolution of one image at a time.
 
-        def one(image):
-            return lax.conv_general_dilated_p.bind(image[None], kernel, **params)[0]
-
-        return lax.map(one, image)
-    results = lax.map(
-        lambda image: lax.conv_general_dilated_p.bind(image, kernel, **params),
-        image.reshape(-1, images, *image.shape[1:]),
+    Of several at a time results would have to be reshaped. XLA moves that into sums
+    that read them, such as a BatchNorm's, which round otherwise then.
+    """
+    return lax.map(
+        lambda one: lax.conv_general_dilated_p.bind(one[None], kernel, **params)[0],
+        image,
     )
-    return results.reshape(-1, *results.shape[2:])
 
 
 def _is_plain(equation: Equation) -> bool:

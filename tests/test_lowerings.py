@@ -148,7 +148,7 @@ def test_every_way_is_measured():
     assert all(0 < x.seconds < 10 and x.workspace_bytes >= 0 for x in measured.values())
 
 
-def test_a_few_images_at_a_time_are_a_way():
+def test_an_image_at_a_time_is_a_way():
     """So `fastest` does not undo what `large_convolutions` did."""
     image, kernel = jnp.ones((16, 64, 64, 96)), jnp.ones((3, 3, 96, 32))
     graph = poet_jax.large_convolutions(poet_jax.trace(convolve, image, kernel))
