@@ -205,6 +205,7 @@ def _read(path) -> dict[str, dict[str, Measured]]:
         return {
             key: {name: Measured(*x) for name, x in ways.items()}
             for key, ways in known.items()
+            if ways
         }
     except (OSError, ValueError, TypeError, AttributeError):  # not there, or not ours
         return {}

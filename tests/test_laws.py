@@ -23,8 +23,13 @@ from strategies import (
 )
 
 import poet_jax
-from poet_jax.plan import plan_from_dict, plan_to_dict
-from poet_jax.planners.judge import keep_everything, least_objective
+from poet_jax.plan import Stages, plan_from_dict, plan_to_dict
+from poet_jax.planners.judge import (
+    judge,
+    keep_everything,
+    least_objective,
+    prefetch,
+)
 from poet_jax.schedule import make_schedule
 
 by_planner = pytest.mark.parametrize("name", PLANNERS)
@@ -94,6 +99,41 @@ def test_no_plan_that_is_in_time_is_below_the_bound(objective, case, late, fewer
             assert plan.bound <= value * (1 + relative)
             if plan.status is poet_jax.Status.OPTIMAL:
                 assert plan.objective <= value * (1 + 1e-6)
+
+
+def random_plan(rng, graph, costs):
+    """A plan of no planner: page-ins and repeats wherever a base node reads."""
+    stages = Stages.empty(graph)
+    for stage, node in enumerate(graph.nodes):
+        for v in set(node.reads) - graph.pinned:
+            producer = graph.producer.get(v, -1)
+            if producer >= stage - 1 or rng.random() < 0.4:
+                continue
+            again = producer >= 0 and graph.nodes[producer].repeatable
+            if again and graph.pinned.issuperset(graph.nodes[producer].reads):
+                stages.reruns[stage].add(producer)
+            elif graph.values[v].pageable and graph.values[v].nbytes:
+                stages.page_ins[stage].add(v)
+                stages.page_outs.add(v)
+        for again in stages.reruns[stage]:
+            stages.page_ins[stage] -= set(graph.nodes[again].writes)
+    judged = judge(graph, costs, stages.actions(graph))
+    return prefetch(costs, judged, poet_jax.Budget(max(judged.usage.peak_bytes, 1)))
+
+
+@pytest.mark.parametrize("objective", ["time", "energy"])
+@settings(max_examples=60)
+@given(case=graphs(stored=False), seed=st.integers(0, 99), hurried=st.booleans())
+def test_no_random_plan_is_below_the_bound(objective, case, seed, hurried):
+    """Within its memory and, at times, its seconds, of which many are waiting."""
+    graph, costs = case
+    usage = random_plan(np.random.default_rng(seed), graph, costs).usage
+    seconds = usage.seconds if hurried else None
+    budget = poet_jax.Budget(max(usage.peak_bytes, 1), seconds)
+    plan = attempt(solvers(objective=objective)["CBC"], graph, costs, budget)
+    assert isinstance(plan, poet_jax.Plan)
+    value = usage.seconds if objective == "time" else usage.joules
+    assert plan.bound <= value * (1 + relative)
 
 
 @settings(max_examples=90)

@@ -220,7 +220,9 @@ def test_a_share_of_keep_all_is_refused():
         poet_jax.fastest(graph, budget="30%")
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"a": "im2col"}', '{"a": {"xla": 1}}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", '{"a": "im2col"}', '{"a": {"xla": 1}}', '{"a": {}}']
+)
 def test_a_damaged_file_is_measured_again(text, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = poet_jax.machine.host_path().with_suffix(".lowerings.json")
