@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections import defaultdict
 
 import jax
 import numpy as np
@@ -24,6 +25,7 @@ from strategies import (
 
 import poet_jax
 from poet_jax.plan import Stages, plan_from_dict, plan_to_dict
+from poet_jax.planners.formulation import Formulation
 from poet_jax.planners.judge import (
     judge,
     keep_everything,
@@ -134,6 +136,20 @@ def test_no_random_plan_is_below_the_bound(objective, case, seed, hurried):
     assert isinstance(plan, poet_jax.Plan)
     value = usage.seconds if objective == "time" else usage.joules
     assert plan.bound <= value * (1 + relative)
+
+
+@settings(max_examples=200)
+@given(case=graphs(stored=False), seed=st.integers(0, 99))
+def test_no_random_plan_breaks_a_row_about_stalls(case, seed):
+    graph, costs = case
+    plan = random_plan(np.random.default_rng(seed), graph, costs)
+    budget = poet_jax.Budget(max(plan.usage.peak_bytes, 1), plan.usage.seconds)
+    program = Formulation(graph, costs, budget, poet_jax.MilpPlanner())
+    on = {y.idx for y, value in program._start(plan) if value}
+    program.values = defaultdict(float, dict.fromkeys(on, 1.0))
+    for constant, terms in program.stalls():
+        least = constant + sum(n * program.values[y.idx] for n, y in terms)
+        assert least <= plan.usage.seconds * (1 + relative)
 
 
 @settings(max_examples=90)

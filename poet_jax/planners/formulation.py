@@ -14,6 +14,7 @@ place is in RAM when the step ends (stage N): x[v, 0] says so.
 """
 
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 from poet_jax.graph import Graph
@@ -313,14 +314,24 @@ class Formulation:
         self._add_memory_row(terms, 0)
 
     def _stall_rows(self) -> bool:
-        """(24) What is written after base node `first` and read for base node `last`
-        moves both ways between them, while nothing else need be computed."""
-        assert self.budget is not None
+        """Add the rows (24) that the solution breaks."""
         if not self.has_seconds:
             return False
+        found = False
+        for outside, terms in self.stalls():
+            least = outside + sum(n * self.values[y.idx] for n, y in terms)
+            if least > self.values[self.seconds.idx] * (1 + TOLERANCE):
+                rows = xsum(float(n) * y for n, y in terms)
+                self.model += self.seconds >= rows + float(outside)
+                found = True
+        return found
+
+    def stalls(self) -> Iterator[tuple[float, list[tuple[float, Any]]]]:
+        """(24) Right sides, as a constant and terms, about the solution's page-ins:
+        what is written after base node `first` and read for base node `last` moves both
+        ways between them, while nothing else need be computed."""
         costs, producer = self.costs, self.graph.producer
         moved = [key for key, y in self.page_in.items() if self.values[y.idx] > 0.5]
-        found = False
         for first in {producer.get(v, -1) for v, _ in moved}:
             for last in {t for _, t in moved if t > first}:
                 outside = costs.seconds[: first + 1].sum() + costs.seconds[last:].sum()
@@ -340,12 +351,7 @@ class Formulation:
                     for v, t in written.items()
                     if producer.get(v, -1) >= first and v in self.page_out
                 ]
-                least = outside + sum(n * self.values[y.idx] for n, y in terms)
-                if least > self.values[self.seconds.idx] * (1 + TOLERANCE):
-                    rows = xsum(float(n) * y for n, y in terms)
-                    self.model += self.seconds >= rows + float(outside)
-                    found = True
-        return found
+                yield outside, terms
 
     def _forbid_late(self, timely: Judged) -> bool:
         """A plan that waits beyond the deadline, with no room to issue its page-ins
