@@ -6,12 +6,16 @@ import functools
 import mmap
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 
 _M_ARENA_MAX = -8  # glibc's <malloc.h>
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
 _MAPPED_BYTES, _MOST_MAPPINGS = 2**25, 2**16
+_RETURNED_BYTES, _MOST_FREE_BYTES = 2**20, 2**26
+# To free 64 KiB or more makes glibc look at what is free at the heap's end.
+_FOOTHOLD_BYTES = 2**17
 PAGE_BYTES = mmap.PAGESIZE
 # Of a block in glibc's heap: what lies before it, and the least that it occupies. To
 # find 64 aligned bytes takes that much, and the least block, more.
@@ -59,6 +63,10 @@ def _find_glibc():
     library.free.restype = None
     library.sbrk.argtypes = [ctypes.c_ssize_t]
     library.sbrk.restype = ctypes.c_void_p
+    library.open_memstream.argtypes = [ctypes.c_void_p, ctypes.c_void_p]
+    library.open_memstream.restype = ctypes.c_void_p
+    library.malloc_info.argtypes = [flags, ctypes.c_void_p]
+    library.fclose.argtypes = [ctypes.c_void_p]
     if hasattr(library, "mallinfo2"):
         library.mallinfo2.restype = _HeapInfo
     # One heap for all threads: what one of XLA's threads frees serves the others.
@@ -69,14 +77,71 @@ def _find_glibc():
 _glibc = _find_glibc()
 
 
+@functools.cache
+def is_shared() -> bool:
+    """Whether all threads allocate from one heap.
+
+    Threads that ran before this module was imported, as in a notebook, have heaps of
+    their own, and glibc has later ones, such as XLA's, share them.
+    """
+    return _count_heaps() <= 1
+
+
+def _count_heaps() -> int:
+    """How many glibc has; 0 where that is not known to be more than one."""
+    if _glibc is None:
+        return 0
+    text, size = ctypes.c_void_p(), ctypes.c_size_t()
+    file = _glibc.open_memstream(ctypes.byref(text), ctypes.byref(size))
+    if not file:
+        return 0
+    _glibc.malloc_info(0, file)
+    _glibc.fclose(file)
+    count = ctypes.string_at(text.value or 0, size.value).count(b"<heap nr=")
+    _glibc.free(text)
+    return count
+
+
+_releasing = threading.Lock()
+
+
+@functools.cache
+def _footholds() -> list[int]:
+    """Blocks of all heaps, as far as new threads come by them."""
+    blocks: list[int] = []
+    count = 2 * _count_heaps()  # a thread that has ended may leave its heap to the next
+    together = threading.Barrier(count)
+
+    def take() -> None:
+        blocks.append(allocate(_FOOTHOLD_BYTES))
+        together.wait()
+
+    threads = [threading.Thread(target=take, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return blocks
+
+
 def release() -> None:
     """Return every free page of the C library's heap to the system.
 
     glibc keeps freed blocks of up to 32 MiB for later use, and a block that fits none
     of them comes on top.
     """
-    if _glibc is not None:
-        _glibc.malloc_trim(0)
+    if _glibc is None:
+        return
+    _glibc.malloc_trim(0)  # not the ends of other heaps than the first
+    if is_shared():
+        return
+    with _releasing:
+        blocks = _footholds()
+        _glibc.mallopt(_M_TRIM_THRESHOLD, 0)
+        for _ in range(len(blocks)):
+            block = _glibc.realloc(blocks.pop(0), 1)
+            blocks.append(_glibc.realloc(block, _FOOTHOLD_BYTES))
+        _glibc.mallopt(_M_TRIM_THRESHOLD, _MOST_FREE_BYTES)
 
 
 def release_blocks() -> None:
@@ -101,7 +166,7 @@ def release_blocks() -> None:
             free(block)
             nbytes //= 2
     free_all(blocks)
-    _set_mappings(_MAPPED_BYTES, 0)
+    _map_as_in_a_step()
 
 
 def returns_pages() -> bool:
@@ -116,17 +181,27 @@ def keeping_freed_blocks() -> Iterator[None]:
 
     Otherwise glibc maps a block of more than 32 MiB anew each time, and gives back what
     is free at the heap's top; these are the limits that it comes to by itself, too.
+    Where threads do not share one heap, no other could use what one has freed, and
+    blocks of a megabyte are returned to the system at once.
     """
     if _glibc is None:
         yield
         return
     try:
-        _set_mappings(_MAPPED_BYTES, 0)
-        _glibc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
+        _map_as_in_a_step()
+        if is_shared():
+            _glibc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         yield
     finally:
         _set_mappings(_MAPPED_BYTES, _MOST_MAPPINGS)
-        _glibc.mallopt(_M_TRIM_THRESHOLD, 2**26)
+        _glibc.mallopt(_M_TRIM_THRESHOLD, _MOST_FREE_BYTES)
+
+
+def _map_as_in_a_step() -> None:
+    if is_shared():
+        _set_mappings(_MAPPED_BYTES, 0)
+    else:
+        _set_mappings(_RETURNED_BYTES, _MOST_MAPPINGS)
 
 
 def _set_mappings(least_bytes: int, most: int) -> None:
@@ -208,18 +283,24 @@ def block_at_a_page(nbytes: int) -> Iterator[None]:
 
     It does not where another thread takes the place, or the C library is another one.
     """
-    block = allocate(nbytes + 2 * PAGE_BYTES)
-    if not block:
+    if _glibc is None:
         yield
         return
-    assert _glibc is not None
-    place = -(-(block + _LEAST_CHUNK_BYTES) // PAGE_BYTES) * PAGE_BYTES
-    block = _glibc.realloc(block, place - block - _HEADER_BYTES)  # frees from there on
-    blocks = [block, *clear_way(nbytes + _ALIGNING_BYTES, place)]
+    if not is_shared():
+        _set_mappings(_MAPPED_BYTES, 0)  # the block is one of the heap's
+    blocks = []
+    block = allocate(nbytes + 2 * PAGE_BYTES)
+    if block:
+        place = -(-(block + _LEAST_CHUNK_BYTES) // PAGE_BYTES) * PAGE_BYTES
+        # All from there on is freed.
+        block = _glibc.realloc(block, place - block - _HEADER_BYTES)
+        blocks = [block, *clear_way(nbytes + _ALIGNING_BYTES, place)]
     try:
         yield
     finally:
         free_all(blocks)
+        if not is_shared():
+            _map_as_in_a_step()
 
 
 def pages_in_ram(address: int, count: int) -> bytearray:

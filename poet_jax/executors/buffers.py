@@ -401,7 +401,7 @@ class Pool:
 
     def _reserve(self, nbytes: int, scratch_bytes: int) -> _Workspace | None:
         """The workspace, of which so many bytes are not idle; None for a small one."""
-        if nbytes < NOTICED_BYTES or not self._shares:
+        if nbytes < NOTICED_BYTES or not self._shares or not heap.is_shared():
             return None
         if self._workspace is None:
             self._workspace = _Workspace(self._largest_bytes)
