@@ -15,6 +15,7 @@ import jax.numpy as jnp
 _TEXTS = ("name", "node_costs", "source")
 _CHOICES = ("measured", "node_costs_partial")
 # Endings of what may be infinite, which means that it does not count.
+_MAY_BE_ZERO = ("_watts", "_seconds", "store_bytes", "contention")
 _BOUNDLESS = ("bytes_per_second", "_bytes", "flops_per_joule")
 
 
@@ -39,6 +40,8 @@ class DeviceProfile:
         is not known.
       static_watts: drawn throughout the step, whatever runs.
       dispatch_seconds: to start one node.
+      contention: share of compute's speed, below 1, that a transfer takes while it
+        lasts; 0 where other hardware than the processor moves pages.
       measured: True if `price` times each node on this machine instead of computing its
         seconds from the FLOP and byte rates; joules are then seconds times
         flops_per_second / flops_per_joule.
@@ -49,7 +52,7 @@ class DeviceProfile:
         assumption says "assumed".
 
     Raises ValueError for a rate or power that is missing, zero where it divides,
-    negative or NaN.
+    negative or NaN, and for a contention of 1 or more.
     """
 
     name: str
@@ -69,6 +72,7 @@ class DeviceProfile:
     store_endurance_bytes: float = math.inf
     static_watts: float = 0.0
     dispatch_seconds: float = 0.0
+    contention: float = 0.0
     measured: bool = False
     node_costs: str | None = None
     node_costs_partial: bool = False
@@ -82,11 +86,14 @@ class DeviceProfile:
             if value is None and field.default is None:
                 continue
             number = isinstance(value, int | float) and not isinstance(value, bool)
-            divides = not field.name.endswith(("_watts", "_seconds", "store_bytes"))
+            divides = not field.name.endswith(_MAY_BE_ZERO)
             most = math.inf if field.name.endswith(_BOUNDLESS) else sys.float_info.max
+            if field.name == "contention":
+                most = math.nextafter(1, 0)
             if not number or not 0 <= value <= most or (divides and value == 0):  # type: ignore[operator]
                 sign = "positive" if divides else "non-negative"
                 finite = "" if most == math.inf else ", finite"
+                finite = " below 1," if field.name == "contention" else finite
                 raise ValueError(
                     f"The profile {self.name!r} was given {field.name}={value!r}. It "
                     f"must be a {sign}{finite} number in SI units. Type the data "

@@ -9,7 +9,7 @@ import platform
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,11 @@ from poet_jax.device import DeviceProfile
 from poet_jax.store import FileStore, HostStore, PageStore
 
 _PROBE_BYTES = 32 * 2**20
-_STORAGE = "measured: FileStore, 32 MiB, with checksum, while all cores compute"
-_HOST_MEMORY = "measured: HostStore, 32 MiB, from and to the device, while it computes"
+_PROBES = 12
+# A probe that met a busy machine is not to say that nothing can be computed.
+_MOST_CONTENTION = 0.9
+_STORAGE = "measured: FileStore, 32 MiB, with checksum, beside products on all cores"
+_HOST_MEMORY = "measured: HostStore, 32 MiB, from and to the device, beside products"
 
 
 def default_store() -> PageStore:
@@ -92,7 +95,7 @@ def _measured() -> DeviceProfile:
     b = jnp.ones(_PROBE_BYTES // 4, jnp.float32)
     negate = jax.jit(jnp.negative).lower(b).compile()
     bytes_per_second = 2 * _PROBE_BYTES / best_seconds(lambda: negate(b))
-    page_out, page_in = _storage_bytes_per_second()
+    page_out, page_in, contention = _transfer_rates()
     return DeviceProfile(
         name="this machine",
         ram_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
@@ -104,6 +107,7 @@ def _measured() -> DeviceProfile:
         paging_watts=2.0 + 10.0 / (os.cpu_count() or 1),
         static_watts=5.0,
         dispatch_seconds=_dispatch_seconds(),
+        contention=contention,
         measured=True,
         source={
             "ram_bytes": "the system's physical memory",
@@ -115,6 +119,7 @@ def _measured() -> DeviceProfile:
             "paging_watts": "assumed: 2 W and one core's share",
             "static_watts": "assumed: 5 W",
             "dispatch_seconds": "measured: a compiled function of one number",
+            "contention": "measured: products done beside those transfers, and alone",
             "measured": "nodes are timed when a graph is priced",
         },
     )
@@ -137,8 +142,9 @@ def _dispatch_seconds() -> float:
     return best_seconds(lambda: [negate(x) for _ in range(100)]) / 100
 
 
-def _storage_bytes_per_second() -> tuple[float, float]:
-    """Rates of writing to and reading from the default store, checksums included.
+def _transfer_rates() -> tuple[float, float, float]:
+    """Bytes per second of writing to and reading from the default store, checksums
+    included, and the share of compute's speed that it takes.
 
     All cores, or the accelerator, compute meanwhile, as they do when a step pages:
     transfers then take up to twice as long. The first writing does not count: a store
@@ -146,10 +152,11 @@ def _storage_bytes_per_second() -> tuple[float, float]:
     """
     store, data = default_store(), np.empty(_PROBE_BYTES, np.uint8)
     near = on_cpu()
-    outs, ins = [], []
-    with _busy_cores():
-        for _ in range(6):
+    outs, ins, shares = [], [], []
+    with _busy_cores() as count:
+        for _ in range(_PROBES):
             array = None if near else jax.block_until_ready(jnp.asarray(data))
+            counts = [count()]
             start = time.perf_counter()
             store.write(0, data if array is None else np.asarray(array), "probe")
             middle = time.perf_counter()
@@ -157,28 +164,39 @@ def _storage_bytes_per_second() -> tuple[float, float]:
             if not near:
                 jax.block_until_ready(jax.device_put(data))
             stop = time.perf_counter()
+            counts.append(count())
+            time.sleep(stop - start)
+            counts.append(count())
+            rest = time.perf_counter() - stop
+            beside, alone = np.diff(counts) / (stop - start, rest)
+            shares.append(1 - beside / max(alone, 1))
             store.delete(0)
             outs.append(middle - start)
             ins.append(stop - middle)
     store.close()
-    out, into = (statistics.median(x[1:]) for x in (outs, ins))
-    return _PROBE_BYTES / out, _PROBE_BYTES / into
+    out, into, share = (statistics.median(x[1:]) for x in (outs, ins, shares))
+    contention = min(max(0.0, float(share)), _MOST_CONTENTION)
+    return _PROBE_BYTES / out, _PROBE_BYTES / into, contention
 
 
 @contextlib.contextmanager
-def _busy_cores() -> Iterator[None]:
-    a = jnp.ones((1024, 1024), jnp.float32)
+def _busy_cores() -> Iterator[Callable[[], int]]:
+    """While it lasts, all cores compute products; how many they have done."""
+    a = jnp.ones((512, 512), jnp.float32)
     matmul = jax.jit(jnp.dot).lower(a, a).compile()
     done = threading.Event()
+    products = 0
 
     def compute() -> None:
+        nonlocal products
         while not done.is_set():
             jax.block_until_ready(matmul(a, a))
+            products += 1
 
     thread = threading.Thread(target=compute)
     thread.start()
     try:
-        yield
+        yield lambda: products
     finally:
         done.set()
         thread.join()

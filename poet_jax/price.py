@@ -40,8 +40,10 @@ class Costs:
       nbytes: [V] of each value in RAM and on storage.
       page_in_seconds, page_out_seconds, page_in_joules, page_out_joules: [V].
       static_watts: drawn for as long as the step takes.
+      contention: share of compute's speed that a transfer takes while it lasts.
 
-    Raises ValueError for a cost that is negative, infinite or NaN.
+    Raises ValueError for a cost that is negative, infinite or NaN, and for a contention
+    of 1 or more.
     """
 
     seconds: np.ndarray
@@ -53,8 +55,15 @@ class Costs:
     page_in_joules: np.ndarray
     page_out_joules: np.ndarray
     static_watts: float = 0.0
+    contention: float = 0.0
 
     def __post_init__(self):
+        if self.contention >= 1:
+            raise ValueError(
+                f"Costs were given contention={self.contention}, which leaves compute "
+                "nothing while a transfer lasts. A share is at least 0 and below 1. "
+                "Correct that entry."
+            )
         for name, costs in vars(self).items():
             wrong = np.flatnonzero(~((np.asarray(costs) >= 0) & np.isfinite(costs)))
             if wrong.size:
@@ -153,6 +162,7 @@ def price(graph: Graph, device: DeviceProfile) -> Costs:
         page_in_joules=page_in * device.paging_watts,
         page_out_joules=page_out * device.paging_watts,
         static_watts=device.static_watts,
+        contention=device.contention,
     )
 
 

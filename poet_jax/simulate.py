@@ -1,5 +1,6 @@
 """The referee: what a program uses, byte by byte and second by second."""
 
+import collections
 import dataclasses
 
 import numpy as np
@@ -54,7 +55,8 @@ class Usage:
 
 
 class Lanes:
-    """Two lanes, compute and storage, each in order.
+    """Two lanes, compute and storage, each in order. While a transfer lasts, compute
+    does 1 - costs.contention of what it would do without.
 
     Attributes:
       compute, storage: seconds until each is done with what ran so far.
@@ -65,6 +67,8 @@ class Lanes:
         self.compute = self.storage = 0.0
         self._arrival: dict[int, float] = {}
         self._departure: dict[int, float] = {}
+        # Of transfers that compute has not passed yet.
+        self._transfers: collections.deque[tuple[float, float]] = collections.deque()
 
     def run(
         self, instruction: Instruction, replaces: Pairs = ()
@@ -80,22 +84,45 @@ class Lanes:
                     start = max(start, self._departure.pop(value, 0.0))
                 self.compute = start
                 for number in computed(instruction):
-                    self.compute += float(costs.seconds[number])
+                    self._work(float(costs.seconds[number]))
                 return start, self.compute
             case PageOut(value):
-                start = max(self.storage, start, self._arrival.get(value, 0.0))
-                self.storage = start + float(costs.page_out_seconds[value])
+                start = max(start, self._arrival.get(value, 0.0))
+                moved = self._move(start, float(costs.page_out_seconds[value]))
                 self._departure[value] = self.storage
-                return start, self.storage
+                return moved
             case PageIn(value):
-                start = max(self.storage, start)
-                self.storage = start + float(costs.page_in_seconds[value])
+                moved = self._move(start, float(costs.page_in_seconds[value]))
                 self._arrival[value] = self.storage
-                return start, self.storage
+                return moved
             case Free(value):
                 left = self._departure.pop(value, 0.0)
                 self.compute = max(start, left, self._arrival.pop(value, 0.0))
                 return start, self.compute
+
+    def _work(self, seconds: float) -> None:
+        """Compute what takes so long without transfers."""
+        share = 1 - self.costs.contention
+        while self._transfers and share < 1:
+            start, stop = self._transfers[0]
+            alone = max(0.0, start - self.compute)
+            beside = max(0.0, stop - max(start, self.compute)) * share
+            if seconds <= alone:
+                break
+            if seconds < alone + beside:
+                self.compute += alone + (seconds - alone) / share
+                return
+            seconds -= alone + beside
+            self.compute = max(self.compute, stop)
+            self._transfers.popleft()
+        self.compute += seconds
+
+    def _move(self, start: float, seconds: float) -> tuple[float, float]:
+        """(start, stop) of a transfer that may begin at `start`."""
+        start = max(self.storage, start)
+        self.storage = start + seconds
+        self._transfers.append((start, self.storage))
+        return start, self.storage
 
     def departure(self, value: int) -> float:
         """Seconds until a value's copy to storage is done."""
@@ -110,7 +137,8 @@ def simulate(program: Program, costs: Costs) -> Usage:
     issued. Time: two lanes, compute
     and storage, each in order; a transfer starts when its instruction is reached and
     its lane is free, a compute waits for the page-ins it reads and the page-outs of
-    what it replaces, a free waits for the page-out. Raises PlanInvalid if a value is
+    what it replaces, a free waits for the page-out. While a transfer lasts, compute is
+    slower by `costs.contention`. Raises PlanInvalid if a value is
     read that is not in RAM.
     """
     graph = program.graph

@@ -73,6 +73,7 @@ def graphs(draw, min_nodes=4, max_nodes=9, static_watts=(0.0, 0.5), stored=True)
         page_in_joules=rng.integers(0, 10, size).astype(float),
         page_out_joules=rng.integers(0, 10, size).astype(float),
         static_watts=draw(st.sampled_from(static_watts)),
+        contention=draw(st.sampled_from((0.0, 0.0, 0.5))),
     )
 
 

@@ -221,6 +221,13 @@ def test_a_cost_that_is_none_is_refused(name, wrong):
     assert_three_sentences(caught.value, name, str(wrong), where)
 
 
+def test_transfers_that_leave_compute_nothing_are_refused():
+    costs = vars(poet_jax.schedule(gradient, "1GiB", **OPTIONS).plan(W, X).costs)
+    with pytest.raises(ValueError) as caught:
+        poet_jax.Costs(**(costs | {"contention": 1.0}))
+    assert_three_sentences(caught.value, "contention", "1.0")
+
+
 # Functions, losses, models and batches.
 
 

@@ -68,6 +68,14 @@ def test_a_free_waits_for_the_page_out_and_a_compute_for_the_page_in():
     assert usage.compute_seconds == 6
 
 
+def test_compute_is_slower_while_a_transfer_lasts():
+    """Out 2-6, when b has done 2 of its 3 seconds; in 7-12."""
+    usage = run(*case(contention=0.5), *PAGED)
+    assert list(usage.start_seconds[:6]) == [0, 2, 2, 7, 7, 12]
+    assert list(usage.stop_seconds[:6]) == [2, 6, 7, 7, 12, 13]
+    assert usage.compute_seconds == 6
+
+
 def test_a_page_in_issued_earlier_overlaps_compute():
     """a comes back in 4-9 while m runs 4-13, so that c need not wait.
 
@@ -203,8 +211,10 @@ def test_usage_adds_up(case):
         compute = costs.seconds[runs].sum()
         storage = costs.page_in_seconds[ins].sum() + costs.page_out_seconds[outs].sum()
         assert usage.compute_seconds == pytest.approx(compute)
-        assert max(compute, storage) <= usage.seconds * (1 + 1e-9)
-        assert usage.seconds <= (compute + storage) * (1 + 1e-9)
+        slowed = compute + costs.contention * storage
+        assert max(slowed, storage) <= usage.seconds * (1 + 1e-9)
+        slowest = compute / (1 - costs.contention) + storage
+        assert usage.seconds <= slowest * (1 + 1e-9)
         joules = costs.joules[runs].sum() + costs.page_in_joules[ins].sum()
         joules += costs.page_out_joules[outs].sum()
         joules += costs.static_watts * usage.seconds

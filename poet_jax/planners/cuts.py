@@ -148,15 +148,16 @@ class Cuts:
             return
         costs = self.costs
         again = xsum(float(costs.seconds[i]) * y for (i, _), y in self.r.items())
-        seconds = self.chosen.seconds(costs.seconds) + again
-        self.model += seconds <= self.budget.seconds
         loads = xsum(
             float(costs.page_in_seconds[v]) * y for (v, _), y in self.page_in.items()
         )
         stores = xsum(
             float(costs.page_out_seconds[v]) * y for v, y in self.page_out.items()
         )
-        self.model += loads + stores <= self.budget.seconds
+        storage = loads + stores
+        seconds = self.chosen.seconds(costs.seconds) + again
+        self.model += seconds + costs.contention * storage <= self.budget.seconds
+        self.model += storage <= self.budget.seconds
 
     def _variables(self) -> None:
         """From the last segment back: what it or a later one may need, and from

@@ -40,7 +40,8 @@ def least_objective(graph: Graph, costs: Costs, objective: str) -> float:
     read = [v for v in graph.stored.keys() - graph.successors if graph.readers[v]]
     landing = list(graph.landing)
     storage = costs.page_in_seconds[read].sum() + costs.page_out_seconds[landing].sum()
-    seconds = float(max(costs.seconds.sum(), storage))
+    slowed = costs.seconds.sum() + costs.contention * storage
+    seconds = float(max(slowed, storage))
     if objective == "time":
         return seconds
     paging = costs.page_in_joules[read].sum() + costs.page_out_joules[landing].sum()

@@ -42,8 +42,10 @@ def minimise(
         model += page_outs[v] >= 1
     seconds = model.add_var()
     again = xsum(float(costs.seconds[i]) * y for (i, _), y in reruns.items())
-    model += seconds >= float(costs.seconds.sum()) + again  # (11)
-    model += seconds >= xsum(float(cost[v]) * y for cost, _, v, y in transfers)
+    storage = [float(cost[v]) * y for cost, _, v, y in transfers]
+    slowed = costs.contention * xsum(storage)
+    model += seconds >= float(costs.seconds.sum()) + again + slowed  # (11)
+    model += seconds >= xsum(storage)
     if budget.seconds is not None:
         model += seconds <= budget.seconds
     value = seconds
