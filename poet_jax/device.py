@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 _TEXTS = ("name", "node_costs", "source")
 _CHOICES = ("measured", "node_costs_partial")
+_MAY_BE_ZERO = ("_watts", "_seconds", "store_bytes", "contention")  # endings
 # Endings of what may be infinite, which means that it does not count.
-_MAY_BE_ZERO = ("_watts", "_seconds", "store_bytes", "contention")
 _BOUNDLESS = ("bytes_per_second", "_bytes", "flops_per_joule")
 
 
