@@ -93,11 +93,11 @@ class DeviceProfile:
             if not number or not 0 <= value <= most or (divides and value == 0):  # type: ignore[operator]
                 sign = "positive" if divides else "non-negative"
                 finite = "" if most == math.inf else ", finite"
-                finite = " below 1," if field.name == "contention" else finite
+                below = " below 1" if field.name == "contention" else ""
                 raise ValueError(
                     f"The profile {self.name!r} was given {field.name}={value!r}. It "
-                    f"must be a {sign}{finite} number in SI units. Type the data "
-                    "sheet's value, or an assumed one and say so in source."
+                    f"must be a {sign}{finite} number{below} in SI units. Type the "
+                    "data sheet's value, or an assumed one and say so in source."
                 )
 
     @property
