@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from strategies import attempt, brute_force, budgeted_graphs, graphs, peak_bytes
 
 import poet_jax
-from poet_jax.planners import milp, rounds
+from poet_jax.planners import milp, neighbourhoods, rounds
 from poet_jax.planners import solver as solvers
 from poet_jax.planners.cuts import Cuts
-from poet_jax.planners.judge import fits, keep_everything
-from poet_jax.planners.lift import crests, solve
+from poet_jax.planners.judge import fits, judge_plan, keep_everything
+from poet_jax.planners.lift import crests, repeats, solve, values_of
 
 by_solver = pytest.mark.parametrize("solver", ["CBC", "HIGHS"])
 
@@ -67,6 +67,88 @@ def test_rounds_prove_no_more_than_is_true(case, horizon):
         plan = attempt(poet_jax.MilpPlanner(), graph, costs, budget)
     if isinstance(exact, poet_jax.Plan) and isinstance(plan, poet_jax.Plan):
         assert plan.bound <= exact.objective * (1 + 1e-6)
+
+
+@settings(max_examples=60)
+@given(
+    case=budgeted_graphs(min_nodes=6, max_nodes=12),
+    cuts=st.sets(st.integers(0, 11), min_size=1, max_size=5),
+    horizon=st.sampled_from([None, 1]),
+    planner=st.sampled_from([poet_jax.greedy, poet_jax.MilpPlanner("HIGHS")]),
+)
+def test_what_a_plan_does_is_a_solution_that_costs_no_more(
+    case, cuts, horizon, planner
+):
+    """The claim of docs/formulation.md, and that it starts a solver."""
+    graph, costs, memory_bytes = case
+    budget = poet_jax.Budget(memory_bytes)
+    plan = attempt(planner, graph, costs, budget)
+    if not isinstance(plan, poet_jax.Plan):
+        return
+    judged = judge_plan(graph, costs, plan)
+    cuts = {cut for cut in cuts if cut < len(graph.nodes)} or {0}
+    again = repeats(judged, cuts)
+    parts = graph, costs, budget, poet_jax.MilpPlanner("HIGHS"), cuts
+    program = Cuts(*parts, horizon=horizon, again=again)
+    values = {y.idx: value for y, value in values_of(program, judged)}
+    solution = program.model.optimize(20.0, fixed=values)
+    assert solution.values is not None
+    assert all(solution.values[n] == value for n, value in values.items())
+    least = solution.objective * program.unit
+    assert least <= judged.usage.joules * (1 + 1e-6)
+
+
+@settings(max_examples=25)
+@given(case=budgeted_graphs(min_nodes=8, max_nodes=12), share=st.floats(0.1, 0.9))
+def test_parts_chosen_anew_make_a_plan_better_or_leave_it(case, share):
+    graph, costs, memory_bytes = case
+    budget = poet_jax.Budget(memory_bytes)
+    exact = attempt(poet_jax.MilpPlanner("HIGHS"), graph, costs, budget)
+    start = attempt(poet_jax.greedy, graph, costs, budget)
+    if not isinstance(exact, poet_jax.Plan) or not isinstance(start, poet_jax.Plan):
+        return
+    best = first = judge_plan(graph, costs, start)
+    with (
+        mock.patch.object(neighbourhoods, "SHARE", share),
+        mock.patch.object(neighbourhoods, "MISSES", 4),
+    ):
+        planner = poet_jax.MilpPlanner("HIGHS")
+        found = neighbourhoods.Neighbourhoods(
+            graph, costs, budget, planner, lambda: best, {0}, lambda: 1.0
+        )
+        for judged in found:
+            better = judged.usage.joules < best.usage.joules
+            if better and fits(judged.usage, budget):
+                best = judged
+    assert exact.bound * (1 - 1e-6) <= best.usage.joules <= first.usage.joules
+
+
+@by_solver
+@settings(max_examples=30)
+@given(
+    case=budgeted_graphs(max_nodes=8),
+    cuts=st.sets(st.integers(0, 7), min_size=1),
+    data=st.data(),
+)
+def test_a_part_of_a_best_solution_leaves_it_the_best(solver, case, cuts, data):
+    graph, costs, memory_bytes = case
+    cuts = {cut for cut in cuts if cut < len(graph.nodes)} or {0}
+    planner = poet_jax.MilpPlanner(solver)
+    model = Cuts(graph, costs, poet_jax.Budget(memory_bytes), planner, cuts).model
+    model.gap = 0.0
+    best = model.optimize(20.0)
+    if best.values is None:
+        return
+    binaries = [n for n, binary in enumerate(model.binary) if binary]
+    chosen = data.draw(st.sets(st.sampled_from(binaries)) if binaries else st.just({}))
+    kept = {n: float(round(best.values[n])) for n in chosen}
+    again = model.optimize(20.0, fixed=kept)
+    assert again.objective == pytest.approx(best.objective, rel=1e-6)
+    if chosen:  # the other way round it can only cost more
+        turned = kept | {min(chosen): 1 - kept[min(chosen)]}
+        assert model.optimize(20.0, fixed=turned).objective >= best.objective * (
+            1 - 1e-6
+        )
 
 
 @settings(max_examples=10)

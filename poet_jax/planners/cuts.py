@@ -16,7 +16,7 @@ is limited at the cuts alone, which are added where the plan of a solution excee
 
 import bisect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -45,6 +45,7 @@ class Cuts:
         segment that it ends, or is its own. With any the minimum is no bound.
       horizon: nodes that run again are at most so many before one whose results a
         segment reads; None for no limit. With it the minimum is no bound.
+      again: (node, segment) of nodes that may run again beyond the horizon.
       choice: what may be left out. With it the objective is what that would gain.
     """
 
@@ -59,9 +60,10 @@ class Cuts:
         horizon: int | None = None,
         choice: Choice | None = None,
         reserves: Mapping[tuple[int, int], int] = MappingProxyType({}),
+        again: Collection[tuple[int, int]] = (),
     ):
         self.graph, self.costs, self.budget = graph, costs, budget
-        self.planner, self.horizon = planner, horizon
+        self.planner, self.horizon, self.again = planner, horizon, again
         self.nodes = sorted(nodes)
         self.last = len(self.nodes)  # the last segment
         self.nbytes = [int(n) for n in costs.nbytes]
@@ -167,12 +169,13 @@ class Cuts:
             later = {v for v in later if self.is_older(v, segment)}
             needed = self.needed[segment]
             wanted = set(needed) if self.horizon is not None else later | set(needed)
-            nodes = self.ancestors(wanted)
+            nodes = {n for n, k in self.again if k == segment}
+            nodes |= self.ancestors(wanted)
             touched = set(needed)
             if segment:  # what the node of the cut needs may go right after it
                 cut = graph.nodes[self.nodes[segment - 1]]
                 touched.update(later & {*cut.reads, *cut.writes})
-            for node in nodes:
+            for node in sorted(nodes):
                 self.r[node, segment] = model.add_var(binary=True)
                 both = (*graph.nodes[node].reads, *graph.nodes[node].writes)
                 touched.update(v for v in both if self.is_older(v, segment))
@@ -193,8 +196,8 @@ class Cuts:
         for v in graph.landing.keys() - self.page_out:
             self.page_out[v] = model.add_var(ub=1)
 
-    def ancestors(self, values: Iterable[int]) -> list[int]:
-        """Nodes that may run again for `values`, in base order.
+    def ancestors(self, values: Iterable[int]) -> set[int]:
+        """Nodes that may run again for `values`.
 
         With a horizon, those at most so many nodes before the one that made a value.
         """
@@ -209,7 +212,7 @@ class Cuts:
             if first < oldest.get(node, math.inf):
                 oldest[node] = first
                 todo.extend((u, first) for u in graph.nodes[node].reads)
-        return sorted(oldest)
+        return set(oldest)
 
     def sources(self, value: int, segment: int) -> Any:
         """What may bring `value` into RAM during the segment."""

@@ -1,7 +1,10 @@
 """Solutions of the program of `Cuts` as plans, and plans as values of its binaries."""
 
-from collections.abc import Iterable
+import bisect
+from collections.abc import Collection, Iterable
 from typing import Any
+
+import numpy as np
 
 from poet_jax.graph import Graph
 from poet_jax.in_place import replaceable
@@ -15,35 +18,54 @@ def solve(
 ) -> tuple[Judged | None, float]:
     """(plan or None, a lower bound in the objective's unit)."""
     cuts.model.gap = gap
-    known = [] if start is None else _values(cuts, start)
+    known = [] if start is None else values_of(cuts, start)
     solution = cuts.model.optimize(seconds, known)
     if solution.values is None:
         return None, solution.bound * cuts.unit
-    chosen = solution.values > 0.5
+    return lifted(cuts, solution.values), solution.bound * cuts.unit
+
+
+def lifted(cuts: Cuts, values: np.ndarray | None) -> Judged:
+    """The plan of a solution, [variables]."""
+    assert values is not None
+    chosen = values > 0.5
     late = _Lift(cuts, chosen).judged()
     timely = _Lift(cuts, chosen, crests(cuts.graph, late)).judged()
-    leaner = min(late, timely, key=lambda judged: judged.usage.peak_bytes)
-    return leaner, solution.bound * cuts.unit
+    return min(late, timely, key=lambda judged: judged.usage.peak_bytes)
 
 
-def _values(cuts: Cuts, judged: Judged) -> list[tuple[Any, float]]:
+def repeats(judged: Judged, cuts: Collection[int]) -> set[tuple[int, int]]:
+    """(node, segment between `cuts`) of each node that runs again."""
+    nodes, found, computed = sorted(cuts), set(), set()
+    for instruction in judged.program.instructions:
+        if isinstance(instruction, Compute):
+            if instruction.node in computed:
+                segment = bisect.bisect_left(nodes, len(computed))
+                found.add((instruction.node, segment))
+            computed.add(instruction.node)
+    return found
+
+
+def values_of(cuts: Cuts, judged: Judged) -> list[tuple[Any, float]]:
     """What the plan `judged` does, as values of the binaries."""
     program = judged.program
     resident, computed = set(judged.graph.initial), set()
     true: set[tuple[str, int, int]] = {("x", v, 0) for v in judged.graph.resident}
+    true |= {("r", *again) for again in repeats(judged, cuts.nodes)}
     for row, instruction in enumerate(program.instructions):
-        segment = cuts.segment(len(computed))
         match instruction:
             case Compute(number):
                 resident.update(cuts.graph.nodes[number].writes)
-                if number in computed:
-                    true.add(("r", number, segment))
-                elif number in cuts.nodes:
+                if number not in computed and number in cuts.nodes:
                     cut = cuts.nodes.index(number) + 1
                     written_over = {v for v, _ in program.replaces.get(row, ())}
                     true.update(("x", v, cut) for v in resident - written_over)
                 computed.add(number)
             case PageIn(value):
+                segment = cuts.segment(len(computed))
+                # If nothing touches it there, it counts where something does.
+                while (value, segment) not in cuts.page_in and segment < cuts.last:
+                    segment += 1
                 true.add(("in", value, segment))
                 resident.add(value)
             case Free(value):

@@ -30,6 +30,7 @@ from poet_jax.planners.judge import (
     objective_of,
     prefetch,
 )
+from poet_jax.planners.neighbourhoods import Neighbourhoods
 from poet_jax.planners.repair import evictions, refill
 from poet_jax.planners.rounds import Rounds
 from poet_jax.planners.solver import check_solver
@@ -40,6 +41,9 @@ logger = logging.getLogger("poet_jax")
 
 # Up to this many nodes `Formulation` is solved; beyond, `Rounds`.
 EXACT_NODES = 32
+
+# A plan that costs so many times the bound is worth half of the time after the rounds.
+WIDE = 1.001
 
 # Beyond so many nodes heuristics take longer than `Rounds`, and are asked only if that
 # finds no plan, and for all means together.
@@ -303,14 +307,41 @@ class _Search:
                 return
 
     def solve_by_cuts(self) -> None:
-        """Solve with cuts added where plans exceed the budget, until one does not."""
-        for bound, judged in self.rounds(self.budget):
+        """Solve with cuts added where plans exceed the budget, until one does not; then
+        choose parts of the best plan anew."""
+        rounds = self.rounds(self.budget)
+        for bound, judged in rounds:
             self.raise_bound(bound)
             if judged is not None:
                 self.solver_found = True
                 self.consider_repaired(judged)
             if self.is_optimal():
                 return
+        if self.best is not None:
+            self.improve(rounds.cuts)
+
+    def improve(self, cuts: set[int]) -> None:
+        """Choose parts of the best plan anew, as long as there is time."""
+
+        def best() -> Judged:
+            assert self.best is not None
+            return self.best
+
+        def seconds_left() -> float:
+            return self.seconds_left() - 1.0
+
+        parts = self.graph, self.costs, self.budget, self.planner
+        for judged in Neighbourhoods(*parts, best, cuts, seconds_left):
+            self.consider_repaired(judged)
+            if self.is_optimal():
+                return
+
+    def seconds_for_rounds(self) -> float:
+        """Half of the time is kept for `improve`, unless there is little to improve."""
+        later = 0.0
+        if self.best is not None and self.value(self.best) > WIDE * self.bound:
+            later = self.planner.time_limit_seconds / 2
+        return max(1.0, self.seconds_left() - later)
 
     def consider_repaired(self, judged: Judged) -> None:
         """`judged` with evictions until it fits, and then with what there is room
@@ -325,9 +356,9 @@ class _Search:
         self.consider(prefetch(self.costs, judged, self.budget))
 
     def rounds(self, budget: Budget | None) -> Rounds:
-        rounds = Rounds(
-            self.graph, self.costs, budget, self.planner, self.seconds_left, self.start
-        )
+        left = self.seconds_for_rounds if budget else self.seconds_left
+        parts = self.graph, self.costs, budget, self.planner, left
+        rounds = Rounds(*parts, self.start)
         self.statistics = rounds.statistics
         return rounds
 

@@ -16,7 +16,8 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import mip
@@ -28,6 +29,8 @@ xsum: Any = mip.xsum
 # terms than the last number are told apart.
 FEW, MOST_KINDS = 200, 100
 SHORT_ROW = 50
+# By so much a row of fixed variables may miss.
+TOLERANCE = 1e-6
 # A solver that is not back this long after its time limit is killed.
 GRACE_SECONDS = 10.0
 # A process that solved for BERT-base holds 200 MB: it is not to last into training.
@@ -88,6 +91,7 @@ class Model:
         self.rows: list[Any] = []
         self.objective: Any = None
         self.least = 0.0
+        self._arrays: dict[str, Any] = {}
 
     def add_var(self, *, ub: float = math.inf, binary: bool = False) -> Any:
         """A variable, continuous or binary, of at most `ub`."""
@@ -105,11 +109,10 @@ class Model:
         start: Iterable[tuple[Any, float]] = (),
         *,
         relaxed: bool = False,
+        fixed: Mapping[int, float] = MappingProxyType({}),
     ) -> Solution:
         """The Solution after `seconds` or at the relative gap, `start` given; with all
-        binaries from 0 to 1 if `relaxed`."""
-        terms = [row.expr for row in self.rows]
-        flat = itertools.chain.from_iterable
+        binaries from 0 to 1 if `relaxed`, and with variables, by number, `fixed`."""
         problem = {
             "solver": self.solver,
             "gap": self.gap,
@@ -119,15 +122,14 @@ class Model:
             "binary": [binary and not relaxed for binary in self.binary],
             "objective": [(y.idx, c) for y, c in self.objective.expr.items()],
             "constant": self.objective.const,
-            "lengths": np.array([len(x) for x in terms], int),
-            "columns": np.fromiter((y.idx for y in flat(terms)), int),
-            "coefficients": np.fromiter(flat(x.values() for x in terms), float),
-            "senses": [row.sense for row in self.rows],
-            "constants": [row.const for row in self.rows],
             "start": [(y.idx, value) for y, value in start],
-        }
-        by_kinds = self.solver == "CBC" and not relaxed
+        } | self._recorded()
+        by_kinds = self.solver == "CBC" and not relaxed and not fixed
         problem["alike"] = self._alike(problem) if by_kinds else []
+        known = np.full(len(self.upper), np.nan)
+        known[[*fixed.keys()]] = [*fixed.values()]
+        if fixed and not _fix(problem, known):
+            return Solution(infeasible=True)
         answer = _ask(problem, seconds)
         if isinstance(answer, Exception):
             raise answer
@@ -137,7 +139,24 @@ class Model:
             )
             return Solution()
         values, value, bound, infeasible = answer
-        return Solution(values and np.array(values), value, bound, infeasible)
+        if values is not None:
+            known[np.isnan(known)] = values
+            values = known
+        return Solution(values, value, bound, infeasible)
+
+    def _recorded(self) -> dict[str, Any]:
+        """The rows as arrays, which are kept until there are more."""
+        if len(self.rows) != len(self._arrays.get("senses", ())):
+            terms = [row.expr for row in self.rows]
+            flat = itertools.chain.from_iterable
+            self._arrays = {
+                "lengths": np.array([len(x) for x in terms], int),
+                "columns": np.fromiter((y.idx for y in flat(terms)), int),
+                "coefficients": np.fromiter(flat(x.values() for x in terms), float),
+                "senses": [row.sense for row in self.rows],
+                "constants": [row.const for row in self.rows],
+            }
+        return self._arrays
 
     def _alike(self, problem: dict) -> list[list[int]]:
         """Binaries with equal columns, but for which of the short rows they are in:
@@ -165,6 +184,38 @@ class Model:
         if len(kinds) > MOST_KINDS or 3 * len(kinds) > binaries:
             return []
         return [members for members in kinds.values() if len(members) > 1]
+
+
+def _fix(problem: dict[str, Any], known: np.ndarray) -> bool:
+    """Leave of a program what is NaN in `known`, [variables]; False if a row that has
+    no such variable does not hold."""
+    free = np.isnan(known)
+    number = np.cumsum(free) - 1
+    lengths, columns = problem["lengths"], problem["columns"]
+    coefficients, is_left = problem["coefficients"], free[columns]
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    added = np.where(is_left, 0.0, coefficients * known[columns])
+    constants = problem["constants"] + np.bincount(rows, added, len(lengths))
+    lengths = np.bincount(rows[is_left], minlength=len(lengths))
+    senses = np.array(problem["senses"])
+    over = constants * np.where(senses == ">", -1.0, 1.0)
+    over = np.where(senses == "=", abs(over), over)
+    left = lengths > 0
+    problem["constant"] += sum(
+        c * known[n] for n, c in problem["objective"] if not free[n]
+    )
+    problem |= {
+        "lengths": lengths[left],
+        "columns": number[columns[is_left]],
+        "coefficients": coefficients[is_left],
+        "constants": constants[left].tolist(),
+        "senses": senses[left].tolist(),
+        "objective": [(number[n], c) for n, c in problem["objective"] if free[n]],
+        "upper": np.array(problem["upper"])[free].tolist(),
+        "binary": np.array(problem["binary"])[free].tolist(),
+        "start": [(number[n], x) for n, x in problem["start"] if free[n]],
+    }
+    return bool((over[~left] < TOLERANCE).all())
 
 
 def _ask(problem: dict, seconds: float) -> Any:
