@@ -108,10 +108,7 @@ def test_parts_chosen_anew_make_a_plan_better_or_leave_it(case, share):
     if not isinstance(exact, poet_jax.Plan) or not isinstance(start, poet_jax.Plan):
         return
     best = first = judge_plan(graph, costs, start)
-    with (
-        mock.patch.object(neighbourhoods, "SHARE", share),
-        mock.patch.object(neighbourhoods, "MISSES", 4),
-    ):
+    with mock.patch.object(neighbourhoods, "SHARE", share):
         planner = poet_jax.MilpPlanner("HIGHS")
         found = neighbourhoods.Neighbourhoods(
             graph, costs, budget, planner, lambda: best, {0}, lambda: 1.0

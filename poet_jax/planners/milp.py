@@ -42,7 +42,8 @@ logger = logging.getLogger("poet_jax")
 # Up to this many nodes `Formulation` is solved; beyond, `Rounds`.
 EXACT_NODES = 32
 
-# A plan that costs so many times the bound is worth half of the time after the rounds.
+# If the best plan costs more than this times the bound, half of the time is kept for
+# choosing parts of it anew.
 WIDE = 1.001
 
 # Beyond so many nodes heuristics take longer than `Rounds`, and are asked only if that
@@ -160,6 +161,7 @@ class _Search:
         self.bound = least_objective(graph, costs, planner.objective)
         self.best: Judged | None = None
         self.solver_found = False  # a plan, however good
+        self.kept_seconds = 0.0  # for `improve`
         self.statistics: dict[str, int] = {}
 
     def seconds_left(self) -> float:
@@ -307,21 +309,26 @@ class _Search:
                 return
 
     def solve_by_cuts(self) -> None:
-        """Solve with cuts added where plans exceed the budget, until one does not; then
-        choose parts of the best plan anew."""
+        """Solve with cuts added where plans exceed the budget, until one does not, and
+        choose parts of the best plan anew; then both once more in the time left."""
         rounds = self.rounds(self.budget)
-        for bound, judged in rounds:
-            self.raise_bound(bound)
-            if judged is not None:
-                self.solver_found = True
-                self.consider_repaired(judged)
+        for kept in (self.planner.time_limit_seconds / 2, 0.0):
+            self.kept_seconds = kept
+            for bound, judged in rounds:
+                self.raise_bound(bound)
+                if judged is not None:
+                    self.solver_found = True
+                    self.consider_repaired(judged)
+                if self.is_optimal():
+                    return
+            if self.best is None:
+                return
+            self.improve(rounds.cuts)
             if self.is_optimal():
                 return
-        if self.best is not None:
-            self.improve(rounds.cuts)
 
     def improve(self, cuts: set[int]) -> None:
-        """Choose parts of the best plan anew, as long as there is time."""
+        """Choose parts of the best plan anew."""
 
         def best() -> Judged:
             assert self.best is not None
@@ -337,11 +344,11 @@ class _Search:
                 return
 
     def seconds_for_rounds(self) -> float:
-        """Half of the time is kept for `improve`, unless there is little to improve."""
-        later = 0.0
-        if self.best is not None and self.value(self.best) > WIDE * self.bound:
-            later = self.planner.time_limit_seconds / 2
-        return max(1.0, self.seconds_left() - later)
+        """Without those that are kept for `improve`, unless there is little to
+        improve."""
+        if self.best is None or self.value(self.best) <= WIDE * self.bound:
+            return self.seconds_left()
+        return max(1.0, self.seconds_left() - self.kept_seconds)
 
     def consider_repaired(self, judged: Judged) -> None:
         """`judged` with evictions until it fits, and then with what there is room

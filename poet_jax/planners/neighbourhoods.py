@@ -32,8 +32,9 @@ SECONDS, MOST_SECONDS = 3.5, 4.0
 # Parts that are chosen at once, each by a solver on a core of its own.
 TOGETHER = min(4, os.cpu_count() or 1)
 
-# So many parts in turn for which nothing better is found are the last ones.
-MISSES = 20
+# If nothing better was found so often in turn, in all that are chosen at once, that was
+# it.
+MISSES = 3
 
 # What a solver finds is worth a look if it is better by this share.
 WORTH = 1e-6
@@ -70,13 +71,14 @@ class Neighbourhoods:
     def __iter__(self) -> Iterator[Judged]:
         misses = 0
         with concurrent.futures.ThreadPoolExecutor(TOGETHER) as threads:
-            while misses < MISSES and self.seconds_left() > 0:
+            while misses < MISSES * TOGETHER and self.seconds_left() > 0:
                 parts = self.graph, self.costs, self.budget, self.planner, self.cuts
                 again = repeats(self.best(), self.cuts)
                 program = Cuts(*parts, horizon=HORIZON, again=again)
                 if not any(program.model.binary):
                     return
-                solve = functools.partial(_solve, program)
+                limit_seconds = min(MOST_SECONDS, self.seconds_left())
+                solve = functools.partial(_solve, program, limit_seconds)
                 for solution, seconds in threads.map(solve, self.kept(program)):
                     self.size *= (SECONDS / max(seconds, 0.1)) ** 0.2
                     misses += 1
@@ -121,8 +123,10 @@ class Neighbourhoods:
         return order[: int(min(self.size, SHARE * len(far)))]
 
 
-def _solve(program: Cuts, kept: dict[int, float]) -> tuple[Solution, float]:
-    """The Solution, and the seconds that it took."""
+def _solve(
+    program: Cuts, seconds: float, kept: dict[int, float]
+) -> tuple[Solution, float]:
+    """The Solution after at most `seconds`, and how many it took."""
     since = time.monotonic()
-    solution = program.model.optimize(MOST_SECONDS, fixed=kept)
+    solution = program.model.optimize(seconds, fixed=kept)
     return solution, time.monotonic() - since
