@@ -181,10 +181,9 @@ def test_buffers_share_their_pages(moves, order, monkeypatch):
 
 
 @pytest.mark.skipif(not heap.moves_pages(), reason="moves pages, as Linux 6.17 does")
-def test_moves_do_not_use_up_the_mappings_of_a_process(monkeypatch):
-    """Buffers of many sizes in turn, each of which takes pages of all others."""
-    monkeypatch.setattr(buffers, "MOVES_PER_COUNT", 100)
-    monkeypatch.setattr(buffers, "MOST_MAPPINGS", heap.count_mappings() + 500)
+def test_moves_do_not_split_mappings_more_and_more():
+    """Buffers of many sizes in turn, each of which takes pages of all others. The
+    kernel takes as much longer for each request, and a process may have 65,530."""
     kinds = [((n,), jnp.dtype("uint8")) for n in range(2**20, 2**23, 123_456)]
     order = np.random.default_rng(0).integers(0, len(kinds), 1500).tolist()
     pool = Pool([(row, kinds[k]) for row, k in enumerate(order)], 2**24, True)
@@ -198,7 +197,7 @@ def test_moves_do_not_use_up_the_mappings_of_a_process(monkeypatch):
             pool.end()
         if row % 100 == 0:
             most = max(most, heap.count_mappings())
-    assert most - before < 1000
+    assert most - before < 8000
 
 
 @on_linux
@@ -443,6 +442,29 @@ def test_scratch_that_nobody_asked_for_finds_room(one_heap):
             assert heap.resident_bytes() - held <= 39 * mib
             heap.free(scratch)
             pool.end()
+
+
+@pytest.mark.skipif(not heap.returns_pages(), reason="returns pages, as Linux does")
+def test_scratch_with_holes_takes_no_room_for_the_holes(one_heap):
+    """Of 7 MiB beyond the workspace the last is written to, and 3 of 44 are left for
+    that: a buffer of 32 keeps its pages, if not in the first runs."""
+    mib, kind = 2**20, ((2**25,), jnp.dtype("uint8"))
+    pool = Pool([(0, kind), (2, kind)], 44 * mib, True, {1: 4 * mib})
+    beside = []
+    for _ in range(12):
+        with heap.keeping_freed_blocks():
+            pool.begin(0)
+            (array,) = pool.take([kind], 0, 0)
+            pages = heap.whole_pages(array.unsafe_buffer_pointer(), array.nbytes)
+            pool.give(array)
+            pool.take([], 1, 0, 0, 4 * mib)
+            beside.append(heap.pages_in_ram(*pages).count(1) * heap.PAGE_BYTES)
+            scratch = heap.allocate(11 * mib)
+            for start in (0, 10 * mib):
+                heap.populate_pages(*heap.whole_pages(scratch + start, mib))
+            heap.free(scratch)
+            pool.end()
+    assert beside[-1] >= 31 * mib
 
 
 def test_a_workspace_that_others_took_is_replaced(monkeypatch, one_heap):

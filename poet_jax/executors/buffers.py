@@ -34,8 +34,9 @@ SCRATCH_BYTES = 4 * 2**20
 GROWTH_BYTES = 4 * 2**20
 # Beyond the largest workspace, as small results may lie where it began.
 SLACK_BYTES = 8 * 2**20
-# Mappings are counted after so many moves, and made fewer if they are more than these.
-MOVES_PER_COUNT = 1000
+# Mappings are counted after so many moves, and made fewer if they are more than these,
+# or twice what they were when that was done last.
+MOVES_PER_COUNT = 250
 MOST_MAPPINGS = 16_000
 # XLA frees a workspace up to a millisecond after the results are ready.
 PATIENCE = 30
@@ -108,6 +109,18 @@ class _Pages:
         count = (until if stop < 0 else stop) - start
         return self.address + start * heap.PAGE_BYTES, count
 
+    def renew(self, until: int) -> None:
+        """Make each gap before `until` one mapping of the kernel's again.
+
+        It is as many as there were moves otherwise, and each later request takes as
+        much longer: a U-Net's step became a fifth slower within 60 steps.
+        """
+        stop = 0
+        while (start := self.flags.find(0, stop, until)) >= 0:
+            stop = self.flags.find(1, start, until)
+            stop = until if stop < 0 else stop
+            heap.renew_pages(self.address + start * heap.PAGE_BYTES, stop - start)
+
     def gain(self, address: int, count: int) -> None:
         start = (address - self.address) // heap.PAGE_BYTES
         self.flags[start : start + count] = b"\1" * count
@@ -177,11 +190,13 @@ class _Workspace(_Pages):
         address, count = heap.whole_pages(block, nbytes if block else 0)
         self.place(address, heap.pages_in_ram(address, count))
 
+    @property
+    def is_lent(self) -> bool:
+        return not self._block
+
     def take(self) -> int:
         """Take back what is free of the block, or a new one if that is too little; by
         how many pages the block has grown meanwhile."""
-        if self._block:
-            return 0
         same = self._retake()
         if not same:
             heap.release()  # what is left of it is not counted any more
@@ -258,7 +273,7 @@ class Pool:
         self._workspace: _Workspace | None = None
         self._user = 0  # the instruction that it was lent to
         self._scratch: dict[int, int] = {}  # bytes beyond what an instruction asks for
-        self._moves = 0
+        self._moves = self._most_mappings = 0
 
     def begin(self, live_bytes: int) -> None:
         """Take back what was lent, and note what the process holds besides that and
@@ -315,7 +330,8 @@ class Pool:
             nbytes_of(k) for k, x in zip(kinds, found, strict=True) if not x
         )
         scratch_bytes = self._scratch.get(row, 0)
-        workspace = self._reserve(workspace_bytes, scratch_bytes)
+        new_bytes += scratch_bytes
+        workspace = self._reserve(workspace_bytes)
         spared_bytes = SCRATCH_BYTES if scratch_bytes else self._spared_bytes
         if workspace:
             needing.append((workspace, workspace.kept))
@@ -325,6 +341,8 @@ class Pool:
         else:
             new_bytes += workspace_bytes
         for pages, until in needing:
+            if self._shares:
+                pages.renew(until)
             self._move_pages_to(pages, until, row)
             new_bytes += heap.PAGE_BYTES * pages.flags.count(0, 0, until)
         sizes = sum(map(nbytes_of, kinds))
@@ -374,8 +392,10 @@ class Pool:
                 heap.lend_pages(buffer.address, len(buffer.flags))
         if self._moves >= MOVES_PER_COUNT:
             self._moves = 0
-            if heap.count_mappings() > MOST_MAPPINGS:
+            if heap.count_mappings() > self._most_mappings:
                 self._renew()
+                count = heap.count_mappings()
+                self._most_mappings = min(2 * count, MOST_MAPPINGS)
 
     def release(self) -> None:
         """Return the pages of all buffers; their addresses serve the next run."""
@@ -390,16 +410,22 @@ class Pool:
         self.idle_bytes = 0
 
     def _regain(self) -> None:
-        """Take the workspace back after the executable that used it."""
-        if self._workspace is not None:
-            self.idle_bytes -= self._workspace.spare * heap.PAGE_BYTES
-            grown = self._workspace.take()
-            if grown:
-                self._scratch[self._user] += grown * heap.PAGE_BYTES
-            self._workspace.kept = 0
-            self.idle_bytes += self._workspace.held * heap.PAGE_BYTES
+        """Take the workspace back after the executable that used it.
 
-    def _reserve(self, nbytes: int, scratch_bytes: int) -> _Workspace | None:
+        What it grew by is scratch, or was once: others free blocks beside it, too, and
+        then it has grown by theirs. So what is expected of an instruction fades.
+        """
+        workspace = self._workspace
+        if workspace is None or not workspace.is_lent:
+            return
+        self.idle_bytes -= workspace.spare * heap.PAGE_BYTES
+        grown_bytes = workspace.take() * heap.PAGE_BYTES
+        expected_bytes = self._scratch[self._user] * 7 // 8
+        self._scratch[self._user] = max(grown_bytes, expected_bytes)
+        workspace.kept = 0
+        self.idle_bytes += workspace.held * heap.PAGE_BYTES
+
+    def _reserve(self, nbytes: int) -> _Workspace | None:
         """The workspace, of which so many bytes are not idle; None for a small one."""
         if nbytes < NOTICED_BYTES or not self._shares or not heap.is_shared():
             return None
@@ -408,7 +434,7 @@ class Pool:
             self._idle[None] = [self._workspace]
         else:
             self.idle_bytes -= self._workspace.held * heap.PAGE_BYTES
-        pages = -(-(nbytes + scratch_bytes) // heap.PAGE_BYTES)
+        pages = -(-nbytes // heap.PAGE_BYTES)
         self._workspace.kept = min(pages, len(self._workspace.flags))
         self.idle_bytes += self._workspace.spare * heap.PAGE_BYTES
         return self._workspace
