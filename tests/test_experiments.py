@@ -374,6 +374,12 @@ def test_the_step_benchmark_measures_a_step_beside_jit(tmp_path):
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_steps_stay_within_the_budget_one_after_the_other(tmp_path):
+    run_module("drift", tmp_path, "--rows=2", "--time_limit=5")
+    for row in csv.DictReader((tmp_path / "unet.csv").read_text().splitlines()):
+        assert int(row["beyond_bytes"]) <= 8 * 2**20, row
+
+
 def test_nothing_grows_over_sixty_steps(tmp_path):
     run_module("endurance", tmp_path, "--steps=60")
     result = json.loads((tmp_path / "endurance.json").read_text())
