@@ -66,7 +66,7 @@ def plan_model(planner, device) -> poet_jax.Schedule:
         optimizer = nnx.eval_shape(make_optimizer, model)
     step = poet_jax.train_step(
         model,
-        train.BUDGET.value,
+        train.make_budget(train.BUDGET.value, device),
         loss_fn=loss_fn,
         optimizer=optimizer,
         device=device,
@@ -89,7 +89,7 @@ def explain() -> poet_jax.Schedule:
     )
     if INSTANCE.value is not None:
         graph, costs = poet_jax.load_instance(INSTANCE.value)
-        schedule = make_schedule(graph, costs, train.BUDGET.value, planner)
+        schedule = make_schedule(graph, costs, train.BUDGET.value or "80%", planner)
     else:
         schedule = plan_model(planner, train.make_device(train.DEVICE.value))
     print(schedule)

@@ -178,7 +178,7 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
         path,
         filled="in a sixth of full's memory (line), full without limit",
         hollow="everything kept, planned",
-        budget_bytes=max(int(row["full_keep_all_bytes"]) for row in rows) / 6,
+        budget_bytes=max((int(x["full_keep_all_bytes"]) for x in rows), default=0) / 6,
     )
 
 

@@ -10,11 +10,13 @@ planned again, so it may be stopped and started at will; all of it takes hours o
 cores. --graphs, --planners and --kinds choose a part. The second command draws
 plans.png from the rows.
 
-Graphs are traced on shapes: forward and backward ("gradient"), or the whole step with
-AdamW and donated state ("step"). They are priced at 60 GFLOP/s and 8 GB/s, storage at
-0.5 GB/s in and 0.3 GB/s out, and a watt while either works: joules are modelled, and
-equal seconds. The paper's own layer graphs (experiments/layer_graphs.py) have costs of
-their own; --instances names a folder of others.
+Graphs are traced on shapes: forward and backward ("gradient"), the same with room for
+parameters and gradients beside the budget ("activations", which --kinds has to name),
+or the whole step with AdamW and donated state ("step"). A share may be a size, as in
+--shares=293MB. Graphs are priced at 60 GFLOP/s and 8 GB/s, storage at 0.5 GB/s in and
+0.3 GB/s out, and a watt while either works: joules are modelled, and equal seconds. The
+paper's own layer graphs (experiments/layer_graphs.py) have costs of their own;
+--instances names a folder of others.
 """
 
 import csv
@@ -39,6 +41,7 @@ from experiments.steps import (
 )
 from poet_jax.errors import BudgetTooSmall
 from poet_jax.planners.judge import keep_everything
+from poet_jax.units import parse_bytes
 
 PLANNERS = (
     "greedy", "sqrt", "paging_only", "milp", "milp_remat", "milp_highs", "paper"
@@ -49,11 +52,12 @@ CHOSEN = flags.DEFINE_list("planners", list(PLANNERS), "Names of planners.")
 KINDS = flags.DEFINE_list(
     "kinds",
     ["gradient", "step", "instance"],
-    "What to trace of a model, and instances.",
+    "What to trace of a model (gradient, step, activations), and instances.",
 )
 SHARES = flags.DEFINE_list(
-    "shares", ["75", "50", "35", "25", "15", "min"], "Percentages of keep-all's peak."
-)
+    "shares", ["75", "50", "35", "25", "15", "min"],
+    "Percentages of keep-all's peak, or sizes.",
+)  # fmt: skip
 INSTANCES = flags.DEFINE_string(
     "instances", None, "A folder of planner instances, instead of the paper's."
 )
@@ -98,7 +102,7 @@ def traced(name: str, kind: str) -> poet_jax.Graph:
     case = CASES[name]
     params, rest, batch = jax.eval_shape(case.init)
 
-    if kind == "gradient":
+    if kind != "step":
         gradient = jax.value_and_grad(case.loss, has_aux=True)
         graph = poet_jax.trace(jax.jit(gradient), params, rest, batch)
     else:
@@ -118,6 +122,11 @@ def load(name: str, kind: str) -> tuple[poet_jax.Graph, poet_jax.Costs]:
     graph = traced(name, kind)
     costs = poet_jax.price(graph, DEVICE)
     costs = dataclasses.replace(costs, joules=costs.seconds)  # a watt throughout
+    if kind == "activations":
+        count = len(jax.tree.leaves(jax.eval_shape(CASES[name].init)[0]))
+        nbytes = costs.nbytes.copy()
+        nbytes[[*graph.arguments[:count], *graph.outputs[-count:]]] = 0
+        costs = dataclasses.replace(costs, nbytes=nbytes)
     seconds = time.monotonic() - start
     logging.info("%s %s: %d nodes in %.0f s", name, kind, len(graph.nodes), seconds)
     return graph, costs
@@ -195,8 +204,10 @@ def run(path: pathlib.Path) -> None:
                     if (name, kind) not in least:
                         least[name, kind] = int(1.05 * smallest_bytes(graph, costs))
                     memory_bytes = least[name, kind]
-                else:
+                elif share.isdigit():
                     memory_bytes = int(keep_all_bytes * float(share) / 100)
+                else:
+                    memory_bytes = parse_bytes(share)
                 budget = poet_jax.Budget(memory_bytes)
                 row = measure(graph, costs, budget, planner) | {
                     "graph": name,

@@ -349,11 +349,10 @@ def append_rows(
     path: pathlib.Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]
 ) -> None:
     """Write rows behind those of a CSV file, which is made if it is not there."""
-    is_new = not path.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a", newline="") as file:
         writer = csv.DictWriter(file, columns)
-        if is_new:
+        if not file.tell():
             writer.writeheader()
         writer.writerows(rows)
 

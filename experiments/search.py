@@ -158,10 +158,9 @@ def run(folder: pathlib.Path) -> None:
                 continue
             found, row = searched(method, deadline, gains)
             logging.info("%s", found)
-            is_new = not path.exists()
             with open(path, "a", newline="") as file:
                 writer = csv.DictWriter(file, COLUMNS)
-                if is_new:
+                if not file.tell():
                     writer.writeheader()
                 writer.writerow(row)
             if method == "joint program" and deadline == DEADLINES.value[0]:

@@ -118,7 +118,8 @@ class _Associator(Rewriter):
             if not more:
                 return []
             orders += more
-        return orders
+        readers = {id(order.reader) for order in orders}
+        return orders if len(readers) == len(orders) else []
 
     def _order(
         self, product: Node, reader: Node, side: int, axes: Sequence[int]
@@ -129,7 +130,8 @@ class _Associator(Rewriter):
         extra = self.operands(reader)[1 - side]
         if any(isinstance(x, Literal) for x in (*factors, extra)):
             return None
-        if len({self.values[v].dtype for v in (*factors, extra, *product.writes)}) > 1:
+        written = (*product.writes, *reader.writes)
+        if len({self.values[v].dtype for v in (*factors, extra, *written)}) > 1:
             return None
         letters = iter(string.ascii_letters)
         left, right, made = _subscripts(inner, [None, None], letters)

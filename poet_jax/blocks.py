@@ -50,7 +50,7 @@ def first_uses(loss: Callable, params: Any, rest: tuple) -> list[float]:
             (
                 number
                 if len(graph.nodes[number].reads) > 1
-                else min(map(use, graph.nodes[number].writes))
+                else min(map(use, graph.nodes[number].writes), default=math.inf)
                 for number in graph.readers[value]
             ),
             default=math.inf,

@@ -19,6 +19,7 @@ depth, so merging never makes a cycle.
 """
 
 import dataclasses
+import graphlib
 import heapq
 from collections.abc import Iterable
 
@@ -67,6 +68,7 @@ class _Coarsener:
         self.group: dict[int, _Group] = {}
         self.rooted = self.reading_only_arguments()
         self.turned = dict(self.transposed_products())
+        self.effect_depth = -1  # of the group of the last effect
 
     def is_tiny(self, value: int) -> bool:
         return self.graph.values[value].nbytes <= TINY_BYTES
@@ -146,6 +148,9 @@ class _Coarsener:
             group.members.append(number)
             self.group[number] = group
             return
+        if not self.graph.nodes[number].repeatable:  # deeper than the effect before it
+            depth = max(depth, self.effect_depth)
+            self.effect_depth = depth + 1
         if self.heavy[number] or not deepest or not self.ties(number, deepest):
             self.group[number] = _Group(depth + 1, self.heavy[number], [number])
             return
@@ -224,24 +229,18 @@ class _Coarsener:
         ]
         for first, second in zip(effects, effects[1:], strict=False):
             before[second].add(first)
-        after: dict[_Group, list[_Group]] = {g: [] for g in groups}
-        waiting = {}
         for group, predecessors in before.items():
             predecessors.discard(group)
-            waiting[group] = len(predecessors)
-            for predecessor in predecessors:
-                after[predecessor].append(group)
+        sorter = graphlib.TopologicalSorter(before)
+        sorter.prepare()
         position = {g: (max(g.members), i) for i, g in enumerate(groups)}
-        ready = [(position[g], g) for g in groups if not waiting[g]]
-        heapq.heapify(ready)
-        nodes = []
-        while ready:
+        ready, nodes = [], []
+        while sorter.is_active():
+            for group in sorter.get_ready():
+                heapq.heappush(ready, (position[group], group))
             _, group = heapq.heappop(ready)
             nodes.append(self.merge(sorted(group.members)))
-            for successor in after[group]:
-                waiting[successor] -= 1
-                if not waiting[successor]:
-                    heapq.heappush(ready, (position[successor], successor))
+            sorter.done(group)
         return nodes
 
     def merge(self, members: list[int]) -> Node:
@@ -295,9 +294,14 @@ def can_turn(equation: Equation) -> bool:
     """Whether it is a product of two arrays that `turned` can take."""
     if equation.primitive.name != "dot_general" or equation.lowering is not None:
         return False
-    _, batch = equation.params["dimension_numbers"]
+    contracted, batch = equation.params["dimension_numbers"]
+    shapes = (x.shape for x in equation.operand_shapes)
+    of_matrices = all(
+        len(shape) == len(axes) + 1
+        for shape, axes in zip(shapes, contracted, strict=True)
+    )
     sharded = equation.params.get("out_sharding") is not None
-    return not sharded and not any(map(len, batch))
+    return of_matrices and not sharded and not any(map(len, batch))
 
 
 def turned(product: Equation, transpose: Equation) -> Equation:

@@ -45,8 +45,9 @@ class Unit:
 def signature(graph: Graph, unit: Unit) -> tuple:
     """A key equal for two units exactly when one executable serves both.
 
-    Jaxprs inside parameters (the body of a scan) count as equal only if they are one
-    object: two that print alike may close over different constants.
+    What is of the backward pass may be compiled with other options. Jaxprs inside
+    parameters (the body of a scan) count as equal only if they are one object: two that
+    print alike may close over different constants.
     """
     local: dict[int, int] = {}
 
@@ -67,7 +68,15 @@ def signature(graph: Graph, unit: Unit) -> tuple:
         )
         for node in (graph.nodes[n] for n in unit.nodes)
     )
-    return reads, shapes, nodes, number(unit.writes), tuple(map(number, unit.replaces))
+    options = compiler_options(graph.nodes[n] for n in unit.nodes)
+    return (
+        reads,
+        shapes,
+        nodes,
+        number(unit.writes),
+        tuple(map(number, unit.replaces)),
+        options is None,
+    )
 
 
 def _equation_key(equation: Equation) -> tuple:
@@ -290,8 +299,11 @@ def compile_units(graph: Graph, units: Sequence[Unit]) -> list[Executable]:
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         futures = {pool.submit(compiled, unit): key for key, unit in missing.items()}
         done = concurrent.futures.as_completed(futures)
-        for future in counted(done, len(futures), "compiling"):
-            _executables[futures[future]] = future.result()
+        try:
+            for future in counted(done, len(futures), "compiling"):
+                _executables[futures[future]] = future.result()
+        finally:  # after an error or Ctrl-C, those that wait are not compiled any more
+            pool.shutdown(wait=False, cancel_futures=True)
     return [_executables[key] for key in keys]
 
 

@@ -145,7 +145,7 @@ class DeviceProfile:
             text = json.dumps(data, indent=1) + "\n"
         else:
             text = "".join(_toml_lines(data))
-        pathlib.Path(path).write_text(text)
+        pathlib.Path(path).write_text(text, encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "DeviceProfile":
@@ -156,7 +156,7 @@ class DeviceProfile:
         unknown or makes no sense, and FileNotFoundError.
         """
         path = pathlib.Path(path)
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
         try:
             data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         except ValueError as error:
@@ -202,7 +202,8 @@ def _toml_lines(data: dict[str, Any]):
     """Scalars first, as TOML wants; JSON's strings and numbers are TOML's, too."""
     for name, value in data.items():
         if not isinstance(value, Mapping):
-            yield f"{name} = {json.dumps(value)}\n"
+            text = json.dumps(value, ensure_ascii=False)
+            yield f"{name} = {'inf' if value == math.inf else text}\n"
     for name, table in data.items():
         if isinstance(table, Mapping):
             yield f"\n[{name}]\n"

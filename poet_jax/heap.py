@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 _M_ARENA_MAX = -8  # glibc's <malloc.h>
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4
-_MAPPED_BYTES, _MOST_MAPPINGS = 2**25, 2**16
+MAPPED_BYTES, _MOST_MAPPINGS = 2**25, 2**16
 _RETURNED_BYTES, _MOST_FREE_BYTES = 2**20, 2**26
 # To free 64 KiB or more makes glibc look at what is free at the heap's end.
 _FOOTHOLD_BYTES = 2**17
@@ -153,19 +153,9 @@ def release_blocks() -> None:
     if _glibc is None:
         return
     end = _glibc.sbrk(0)
-    blocks = []
-    nbytes = _LARGEST_PIECE_BYTES
     # A piece for which there is no free block does not make the heap grow.
     _set_mappings(_SMALLEST_PIECE_BYTES, _MOST_MAPPINGS)
-    while nbytes >= _SMALLEST_PIECE_BYTES:
-        block = allocate(nbytes)
-        if 0 < block < end:
-            release_pages(*whole_pages(block, nbytes))
-            blocks.append(block)
-        else:
-            free(block)
-            nbytes //= 2
-    free_all(blocks)
+    free_all(_occupied(_LARGEST_PIECE_BYTES, _SMALLEST_PIECE_BYTES, end))
     _map_as_in_a_step()
 
 
@@ -193,13 +183,13 @@ def keeping_freed_blocks() -> Iterator[None]:
             _glibc.mallopt(_M_TRIM_THRESHOLD, 2**31 - 1)
         yield
     finally:
-        _set_mappings(_MAPPED_BYTES, _MOST_MAPPINGS)
+        _set_mappings(MAPPED_BYTES, _MOST_MAPPINGS)
         _glibc.mallopt(_M_TRIM_THRESHOLD, _MOST_FREE_BYTES)
 
 
 def _map_as_in_a_step() -> None:
     if is_shared():
-        _set_mappings(_MAPPED_BYTES, 0)
+        _set_mappings(MAPPED_BYTES, 0)
     else:
         _set_mappings(_RETURNED_BYTES, _MOST_MAPPINGS)
 
@@ -232,15 +222,19 @@ def occupy_holes(most_bytes: int, least_bytes: int) -> list[int]:
     if _glibc is None or not hasattr(_glibc, "mallinfo2"):
         return []
     top = _glibc.sbrk(0) - _glibc.mallinfo2().keepcost
-    blocks = []
-    nbytes = most_bytes
+    return _occupied(most_bytes, least_bytes, top)
+
+
+def _occupied(most_bytes: int, least_bytes: int, end: int) -> list[int]:
+    """Blocks that take up what is free before `end`; their pages are returned."""
+    blocks, nbytes = [], most_bytes
     while nbytes >= least_bytes:
-        address = allocate(nbytes)
-        if address and address < top:
-            release_pages(*whole_pages(address, nbytes))
-            blocks.append(address)
+        block = allocate(nbytes)
+        if 0 < block < end:
+            release_pages(*whole_pages(block, nbytes))
+            blocks.append(block)
         else:
-            free(address)
+            free(block)
             nbytes //= 2
     return blocks
 
@@ -287,7 +281,7 @@ def block_at_a_page(nbytes: int) -> Iterator[None]:
         yield
         return
     if not is_shared():
-        _set_mappings(_MAPPED_BYTES, 0)  # the block is one of the heap's
+        _set_mappings(MAPPED_BYTES, 0)  # the block is one of the heap's
     blocks = []
     block = allocate(nbytes + 2 * PAGE_BYTES)
     if block:

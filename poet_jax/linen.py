@@ -186,10 +186,8 @@ class TrainStep:
             collections=collections,
             part=part,
         )
-        metrics = {"loss": loss}
-        if aux is not None:
-            metrics |= aux if isinstance(aux, dict) else {"aux": aux}
-        return new_state, metrics
+        metrics = {} if aux is None else aux if isinstance(aux, dict) else {"aux": aux}
+        return new_state, metrics | {"loss": loss}
 
     def plan(self, state: TrainState, batch: Any) -> Schedule:
         """The schedule for states and batches like these, or their shapes."""

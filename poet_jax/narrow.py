@@ -150,7 +150,9 @@ class _Narrower(Rewriter):
         if not (node.repeatable and all([self.hoist(v) for v in reads])):
             return False
         number = self.producer[value]
-        self.place[number] = (-1, number)
+        anchor, own = self.place[number]
+        if anchor >= 0:  # before all others, in the order that they were in
+            self.place[number] = (anchor - len(self.graph.nodes), own)
         return True
 
     def reaches_product(self, value: Any, axis: int) -> bool:
@@ -260,6 +262,7 @@ def _cut(equation: Equation, operands: Sequence[Any]) -> _Cut | None:
             and not numbers.operand_batching_dims
             and all(sizes[d] == shape[d] for d in others)
             and equation.operand_shapes[1].ndim == 2
+            and equation.result_shapes[0].shape[axis] < shape[axis]
             # Others make up values where an index is out of bounds.
             and equation.params["mode"]
             in (lax.GatherScatterMode.PROMISE_IN_BOUNDS, lax.GatherScatterMode.CLIP)
@@ -274,7 +277,8 @@ def _cut(equation: Equation, operands: Sequence[Any]) -> _Cut | None:
     if len(axes) != 1:
         return None
     (axis,) = axes
-    return _Cut(axis, window[0][axis], window[1][axis])
+    start, size = (x[axis] for x in window)
+    return _Cut(axis, min(max(start, 0), shape[axis] - size), size)  # as JAX does
 
 
 def _origins(equation: Equation, axis: int) -> list[tuple[int, int]]:

@@ -140,7 +140,8 @@ def _restructure(modules: Any, like: Any) -> None:
         for name in before.keys() - after.keys():
             delattr(old[path], name)
         for name, value in after.items():
-            data = nnx.is_data(value)  # which `nnx.update` sets where it was before
+            # Data is set by `nnx.update`, where it was before, and is deleted by now.
+            data = any(map(nnx.is_data, jax.tree.leaves(value, is_leaf=nnx.is_data)))
             if name not in before or not (data or before[name] == value):
                 setattr(old[path], name, value)
 
@@ -250,12 +251,14 @@ class TrainStep:
             merged = part.merge(trainable, params)
             replica = nnx.merge(graphdef, merged, rest, copy=True)
             loss, aux = self._loss(replica, batch)
-            _, _, rest = nnx.split(replica, optimizer.wrt, ...)
-            return loss, (aux, rest)
+            after, _, rest = nnx.split(replica, optimizer.wrt, ...)
+            return loss, (aux, rest, after)
 
-        (loss, (aux, rest)), gradients = jax.value_and_grad(loss_of, has_aux=True)(
-            part.split(params), rest
-        )
+        (loss, (aux, rest, after)), gradients = jax.value_and_grad(
+            loss_of, has_aux=True
+        )(part.split(params), rest)
+        if after != graphdef:  # plain attributes that the loss has changed
+            _restructure(model, nnx.merge(after, params, rest, copy=True))
         if self.scheme is not None and self.scheme.statistics == "keep":
             rest = nnx.filter_state(rest, nnx.Not(nnx.BatchStat))
         nnx.update(model, rest)

@@ -169,9 +169,9 @@ class PagedArray:
 
 def drop_copies() -> None:
     """Leave every `PagedArray` on storage alone."""
-    for paged in list(_copied):
-        paged._copies.clear()
-    _copied.clear()
+    with contextlib.suppress(KeyError):  # none is left
+        while True:
+            _copied.pop()._copies.clear()
 
 
 def in_ram(tree: Any) -> Any:
@@ -192,8 +192,9 @@ def _delete(store: PageStore, keys: set[Any]) -> None:
 def at_home(graph: Graph, paged: Collection[int]) -> Graph:
     """`graph` with the flat arguments numbered in `paged` on storage.
 
-    An output takes the home of the donated argument that it replaces, which is, as
-    under `jax.jit`, the first of its shape and dtype. Small donated arguments are not
+    An output takes the home of the donated argument that it replaces: as under
+    `jax.jit`, the first of its shape and dtype that is no earlier one's, in RAM or not.
+    Small donated arguments are not
     freed during the step, so that a step that fails leaves the whole state as it was.
     """
     stored = {graph.arguments[leaf]: Place(leaf) for leaf in sorted(paged)}
@@ -204,13 +205,13 @@ def at_home(graph: Graph, paged: Collection[int]) -> Graph:
         if v in graph.producer and graph.values[v].pageable
     }
     landing: dict[int, Place] = {}
-    for value in stored:
+    for value in graph.arguments:
         if value not in graph.donated or value in graph.outputs:
             continue
         for leaf, output in unpaired.items():
-            same = graph.values[output].kind == graph.values[value].kind
-            if same and output not in landing:
-                landing[output] = Place(leaf, replaces=stored[value].leaf)
+            if graph.values[output].kind == graph.values[value].kind:
+                if value in stored:
+                    landing[output] = Place(leaf, replaces=stored[value].leaf)
                 del unpaired[leaf]
                 break
     donated = {

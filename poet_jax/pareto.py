@@ -165,7 +165,8 @@ def pareto(
                 raise
             continue  # no plan in so little RAM keeps the other limits
         if last is not None and last.objective < plan.objective:
-            plan = last
+            # Its bound and status are of less memory, where the optimum may be higher.
+            plan = dataclasses.replace(last, bound=plan.bound, status=plan.status)
         plans.append(plan)
         chosen.append(budget)
     smallest_bytes = chosen[0].memory_bytes

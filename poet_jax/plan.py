@@ -5,6 +5,7 @@ import enum
 import glob
 import json
 import math
+import numbers
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
@@ -36,7 +37,7 @@ class Budget:
             if value is None and name != "memory_bytes":
                 continue
             least = {"memory_bytes": 1, "seconds": 1e-300, "store_bytes": 0}[name]
-            number = not isinstance(value, bool) and isinstance(value, int | float)
+            number = not isinstance(value, bool) and isinstance(value, numbers.Real)
             if not (number and value >= least):  # type: ignore[operator]
                 given = ", ".join(
                     f"{n}={x}"
@@ -82,7 +83,7 @@ def parse_budget(budget: BudgetLike, keep_all_bytes: int | None = None) -> Budge
             nbytes = fraction * (keep_all_bytes or 2**30)
             return Budget(nbytes + 1e-6)  # type: ignore[arg-type]
         return Budget(parse_bytes(budget))
-    if isinstance(budget, int | float):
+    if isinstance(budget, numbers.Real):
         return Budget(budget)  # type: ignore[arg-type]
     raise ValueError(
         f"A budget of type {type(budget).__name__} was given. A budget is a Budget, a "

@@ -30,7 +30,7 @@ def postpone(program: Program, costs: Costs, memory_bytes: float) -> Program:
 
     for row, x in enumerate(program.instructions):
         if row in program.waiting_frees and isinstance(x, Free):
-            waiting.append((lanes.departure(x.value), x.value))
+            waiting.append((lanes.departure[x.value], x.value))
             waiting_bytes += int(costs.nbytes[x.value])
             continue
         arriving = {x.value} if isinstance(x, PageIn) else program.writes(x)

@@ -14,14 +14,12 @@ import numpy as np
 from poet_jax import heap
 from poet_jax.compile import (
     Executable,
-    Unit,
     compile_nodes,
     is_recycled,
     on_cpu,
-    signature,
 )
 from poet_jax.device import DeviceProfile
-from poet_jax.graph import Equation, Graph, Node, Value, read_instance, unrolled
+from poet_jax.graph import Equation, Graph, Node, read_instance, unrolled
 from poet_jax.in_place import node_workspaces
 from poet_jax.node_costs import read_node_costs
 from poet_jax.progress import counted
@@ -247,28 +245,20 @@ def _node_bytes(graph: Graph, node: Node) -> int:
     return sum(graph.values[v].nbytes for v in (*node.reads, *node.writes))
 
 
-def _measure(graph: Graph, executables) -> np.ndarray:
-    """[N] seconds on this machine, each distinct signature run a few times on zeros."""
-    first: dict[tuple, int] = {}
-    keys = [signature(graph, Unit.of(graph, n)) for n in range(len(graph.nodes))]
-    for number, key in enumerate(keys):
-        first.setdefault(key, number)
-    seconds = {}
+def _measure(graph: Graph, executables: Sequence[Executable]) -> np.ndarray:
+    """[N] seconds on this machine, each distinct executable run a few times on zeros; 0
+    for those with effects, which pricing must not cause."""
+    distinct = dict(zip(executables, graph.nodes, strict=True))
     other = np.ones(_CACHES_BYTES // 8)
-    for key, number in counted(first.items(), len(first), "timing nodes"):
-        node = graph.nodes[number]
-        if not node.repeatable:
-            seconds[key] = 0.0  # it has effects, which pricing must not cause
-            continue
-        executable = executables[number]
-        if executable.seconds is None:
-            operands = [_zeros(graph.values[v]) for v in node.reads]
+    for executable, node in counted(distinct.items(), len(distinct), "timing nodes"):
+        if executable.seconds is None and node.repeatable:
+            values = [graph.values[v] for v in node.reads]
+            operands = [jnp.zeros(value.shape, value.dtype) for value in values]
             large = _node_bytes(graph, node) >= NOTICED_BYTES
             executable.seconds = _seconds_of(
                 executable, operands, other.sum if large else None
             )
-        seconds[key] = executable.seconds
-    return np.array([seconds[key] for key in keys], float)
+    return np.array([x.seconds or 0.0 for x in executables], float)
 
 
 def _seconds_of(
@@ -303,14 +293,3 @@ def _seconds_of(
             break
         executable.workspace_bytes = max(executable.workspace_bytes, grown)
     return seconds
-
-
-def _zeros(value: Value) -> jax.Array:
-    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
-        data = jax.eval_shape(jax.random.key_data, value.aval)
-        impl = str(value.dtype.name).removeprefix("key<").removesuffix(">")
-        names = {"fry": "threefry2x32", "urbg": "unsafe_rbg"}
-        return jax.random.wrap_key_data(
-            jnp.zeros(data.shape, data.dtype), impl=names.get(impl, impl)
-        )
-    return jnp.zeros(value.shape, value.dtype)

@@ -49,6 +49,7 @@ class Rewriter:
                 values=tuple(self.values),
                 nodes=tuple(self._renamed(self.nodes[number]) for number in order),
                 outputs=tuple(map(self._now, self.graph.outputs)),
+                landing={self._now(v): x for v, x in self.graph.landing.items()},
                 rewritten=True,
             )
         )
@@ -77,6 +78,8 @@ class Rewriter:
 
     def replace(self, old: int, new: int) -> None:
         """Let all that reads `old` read `new`, and drop what nobody needs then."""
+        if {old, new} <= self._outputs:
+            return  # each output is an array of the caller's own
         self._instead[old] = new
         self.readers[new] |= self.readers[old]
         if old in self._outputs:
@@ -108,6 +111,7 @@ class Rewriter:
         They stand after the node `like`, or after `anchor`, and belong to the backward
         pass if `like` does, or as `backward` says.
         """
+        operands = [self._now(v) for v in operands]
         anchor = self.anchor(like) if anchor is None else anchor
         backward = like.backward if backward is None else backward
         small = trace(fun, *(self.values[v].aval for v in operands))

@@ -207,7 +207,7 @@ def make_schedule(
     try:
         plan = planner(graph, costs, budget)
     except BudgetTooSmall as error:
-        if whole is not None:
+        if whole is not None and budget.memory_bytes < error.smallest_bytes:
             program = whole(everything.program, costs, error.smallest_bytes - 1)
             if program is not None:
                 raise _whole_is_leaner(budget, program, costs, error) from error

@@ -66,7 +66,7 @@ class Lanes:
         self.program, self.costs = program, costs
         self.compute = self.storage = 0.0
         self._arrival: dict[int, float] = {}
-        self._departure: dict[int, float] = {}
+        self.departure: dict[int, float] = {}
         # Of transfers that compute has not passed yet.
         self._transfers: collections.deque[tuple[float, float]] = collections.deque()
 
@@ -81,7 +81,7 @@ class Lanes:
                 for value in self.program.reads(instruction):
                     start = max(start, self._arrival.pop(value, 0.0))
                 for value, _ in replaces:
-                    start = max(start, self._departure.pop(value, 0.0))
+                    start = max(start, self.departure.pop(value, 0.0))
                 self.compute = start
                 for number in computed(instruction):
                     self._work(float(costs.seconds[number]))
@@ -89,14 +89,14 @@ class Lanes:
             case PageOut(value):
                 start = max(start, self._arrival.get(value, 0.0))
                 moved = self._move(start, float(costs.page_out_seconds[value]))
-                self._departure[value] = self.storage
+                self.departure[value] = self.storage
                 return moved
             case PageIn(value):
                 moved = self._move(start, float(costs.page_in_seconds[value]))
                 self._arrival[value] = self.storage
                 return moved
             case Free(value):
-                left = self._departure.pop(value, 0.0)
+                left = self.departure.pop(value, 0.0)
                 self.compute = max(start, left, self._arrival.pop(value, 0.0))
                 return start, self.compute
 
@@ -123,10 +123,6 @@ class Lanes:
         self.storage = start + seconds
         self._transfers.append((start, self.storage))
         return start, self.storage
-
-    def departure(self, value: int) -> float:
-        """Seconds until a value's copy to storage is done."""
-        return self._departure[value]
 
 
 def simulate(program: Program, costs: Costs) -> Usage:

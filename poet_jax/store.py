@@ -178,6 +178,9 @@ class FileStore:
             self._write(key, data, name)
 
     def _write(self, key: Hashable, data: np.ndarray, name: str) -> None:
+        if key in self._pages:
+            self._leaving.append(key)
+            self._forget()
         try:
             if self._chunks is None:
                 self._chunks = _Chunks(self.folder)
@@ -336,18 +339,24 @@ class _Chunks:
     def write(self, data: np.ndarray, offset: int) -> int:
         """The checksum of what was written."""
         total, under_way = 0, collections.deque[concurrent.futures.Future]()
-        for number, start in enumerate(range(0, data.nbytes, CHUNK_BYTES)):
-            if len(under_way) == 2:
-                under_way.popleft().result()
-            part = data[start : start + CHUNK_BYTES]
-            sectors = part
-            if not _is_sectors(part):
-                sectors = self._buffers[number % 2][: _whole_sectors(part.nbytes)]
-                sectors[: part.nbytes] = part
-            total = checksum(sectors[: part.nbytes], total)
-            under_way.append(self._worker.submit(self._put, sectors, offset + start))
-        for future in under_way:
-            future.result()
+        try:
+            for number, start in enumerate(range(0, data.nbytes, CHUNK_BYTES)):
+                if len(under_way) == 2:
+                    under_way[0].result()
+                    under_way.popleft()
+                part = data[start : start + CHUNK_BYTES]
+                sectors = part
+                if not _is_sectors(part):
+                    sectors = self._buffers[number % 2][: _whole_sectors(part.nbytes)]
+                    sectors[: part.nbytes] = part
+                total = checksum(sectors[: part.nbytes], total)
+                under_way.append(
+                    self._worker.submit(self._put, sectors, offset + start)
+                )
+            for future in under_way:
+                future.result()
+        finally:  # nobody else holds the memory
+            concurrent.futures.wait(under_way)
         if not self._is_direct:
             os.fdatasync(self._descriptor)  # only then can the cache let go
             self._forget(offset, data.nbytes)
@@ -369,13 +378,17 @@ class _Chunks:
             return self._worker.submit(self._get, sectors[number], place, length)
 
         total, under_way = 0, collections.deque(map(fetch, range(len(parts[:2]))))
-        for number, (part, fetched) in enumerate(zip(parts, sectors, strict=True)):
-            under_way.popleft().result()
-            total = checksum(fetched[: part.nbytes], total)
-            if fetched is not part:
-                part[:] = fetched[: part.nbytes]
-            if number + 2 < len(parts):
-                under_way.append(fetch(number + 2))
+        try:
+            for number, (part, fetched) in enumerate(zip(parts, sectors, strict=True)):
+                under_way[0].result()
+                under_way.popleft()
+                total = checksum(fetched[: part.nbytes], total)
+                if fetched is not part:
+                    part[:] = fetched[: part.nbytes]
+                if number + 2 < len(parts):
+                    under_way.append(fetch(number + 2))
+        finally:  # nobody else holds the memory
+            concurrent.futures.wait(under_way)
         if not self._is_direct:
             self._forget(offset, into.nbytes)
         return total

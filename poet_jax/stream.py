@@ -125,6 +125,7 @@ class _Streamer:
             v in self.graph.landing
             and not self.graph.readers[v]
             and self.graph.outputs.count(v) == 1
+            and self.values[v].shape == shape
             and self._rows(v) == rows
             for v in large
         )

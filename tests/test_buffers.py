@@ -23,7 +23,7 @@ from poet_jax.executors import buffers
 from poet_jax.executors.buffers import Pool, view
 from poet_jax.plan import PageIn, PageOut
 
-IMAGES = """
+THREADS = """
 import ctypes, sys, threading
 
 library = ctypes.CDLL(None)
@@ -38,7 +38,8 @@ def work():
 
 for _ in range(int(sys.argv[1])):
     threading.Thread(target=work, daemon=True).start()
-
+"""
+IMAGES = """
 import jax
 import jax.numpy as jnp
 
@@ -72,6 +73,38 @@ for _ in range(3):
     rise = max(rise, memory.high_water_bytes() - before)
 ended.set()
 print(poet_jax.heap.is_shared(), rise, scheduled.last_run.peak_bytes)
+"""
+
+
+STEPS = """
+import jax
+import optax
+
+import poet_jax
+from experiments import memory
+from experiments.steps import flax_case, training_step
+
+case, optimizer = flax_case("cnn", 64, "mnist"), optax.adamw(1e-3)
+params, rest, batch = case.init()
+state = params, rest, optimizer.init(params)
+step = poet_jax.schedule(
+    training_step(case.loss, optimizer),
+    "100%",
+    device=poet_jax.host(),
+    donate_argnums=0,
+)
+schedule = step.plan(state, batch)
+state, loss = step(state, batch)
+state_bytes = sum(x.nbytes for x in jax.tree.leaves((state, batch)))
+poet_jax.release()
+before = memory.resident_bytes() - state_bytes
+memory.reset_high_water()
+for _ in range(40):
+    state, loss = jax.block_until_ready(step(state, batch))
+    float(loss)
+rise = memory.high_water_bytes() - before
+ended.set()
+print(schedule.program.computes, rise, schedule.budget.memory_bytes)
 """
 
 
@@ -582,9 +615,20 @@ def test_the_process_grows_by_no_more_than_the_budget_and_a_slack(planner):
 def test_threads_that_were_there_before_do_not_take_the_process_beyond(threads):
     """As in a notebook: XLA's threads then have heaps apart, each with its scratch."""
     budget_bytes = 48 * 2**20
-    command = [sys.executable, "-c", IMAGES, str(threads), str(budget_bytes)]
+    command = [sys.executable, "-c", THREADS + IMAGES, str(threads), str(budget_bytes)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     shared, rise, planned = done.stdout.split()
     assert shared == str(threads == 0)
     assert int(planned) / 2 < int(rise) <= budget_bytes
+
+
+@pytest.mark.skipif(not heap.returns_pages(), reason="returns pages, as Linux does")
+@pytest.mark.parametrize("threads", [0, 7])
+def test_what_the_heap_keeps_of_whole_steps_does_not_pile_up(threads):
+    """Each takes a block of 28 MiB, and the heap would keep three to five of them."""
+    command = [sys.executable, "-c", THREADS + STEPS, str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    computes, rise, budget_bytes = map(int, done.stdout.split())
+    assert computes == 1 and rise <= budget_bytes + 8 * 2**20

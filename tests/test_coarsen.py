@@ -142,6 +142,39 @@ def test_effects_stay_single_and_in_order():
     assert places == sorted(places) and places[1] > product
 
 
+def test_effects_make_no_cycle_with_what_joins_around_them():
+    """The last equation joins the group before the first effect and one after the
+    second."""
+
+    def fun(x):
+        def body(carry, row):
+            jax.debug.callback(lambda _: None, row[0], ordered=True)
+            return carry + row.sum(), row
+
+        first = jnp.tanh(x @ x)
+        jax.debug.callback(lambda _: None, first.mean(), ordered=True)
+        _, second = jax.lax.scan(body, 0.0, x)
+        return second * 2 + first
+
+    x = jnp.eye(16)
+    graph = poet_jax.coarsen(poet_jax.trace(fun, x))
+    np.testing.assert_allclose(graph(x)[0], fun(x), rtol=1e-6)
+
+
+@pytest.mark.parametrize("subscripts", ["ijk,k->ji", "k,kij->ji", "ik,kj->ji"])
+def test_only_a_product_of_matrices_is_turned(subscripts):
+    left, right = (
+        np.random.default_rng(0).normal(size=(4,) * len(x)).astype(np.float32)
+        for x in subscripts.split("->")[0].split(",")
+    )
+
+    def fun(left, right):
+        return jnp.einsum(subscripts, left, right)
+
+    graph = poet_jax.coarsen(poet_jax.trace(fun, left, right))
+    np.testing.assert_allclose(graph(left, right)[0], fun(left, right), rtol=1e-5)
+
+
 def test_a_node_is_backward_if_its_last_equation_is():
     def loss(w, x):
         return jnp.tanh(x @ w).sum()

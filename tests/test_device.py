@@ -42,6 +42,21 @@ def test_a_profile_survives_its_file(name, suffix, tmp_path):
     assert poet_jax.DeviceProfile.load(path) == device
 
 
+@pytest.mark.parametrize("suffix", ["toml", "json"])
+def test_a_profile_may_have_no_limit_and_any_name(suffix, tmp_path):
+    device = poet_jax.DeviceProfile(
+        name="Küche \N{ELECTRIC LIGHT BULB}",
+        ram_bytes=2**30,
+        flops_per_second=1e9,
+        flops_per_joule=math.inf,
+        page_in_bytes_per_second=math.inf,
+        page_out_bytes_per_second=1e6,
+        paging_watts=0.0,
+    )
+    device.save(tmp_path / f"device.{suffix}")
+    assert poet_jax.DeviceProfile.load(tmp_path / f"device.{suffix}") == device
+
+
 @pytest.mark.parametrize("name", poet_jax.devices.ALL)
 def test_every_number_of_a_named_device_has_an_origin(name):
     device = poet_jax.devices.ALL[name]

@@ -281,6 +281,18 @@ def test_auxiliary_outputs_are_metrics(aux, name):
     np.testing.assert_array_equal(metrics[name], expected)
 
 
+def test_the_loss_among_the_metrics_is_what_was_minimised():
+    def loss_fn(model, batch):
+        error = squared_error(model, batch)
+        return 2 * error, {"loss": error}
+
+    step = train_step(MLP(), "1GiB", loss_fn=loss_fn)
+    _, metrics = step(step.init(KEY, BATCH), BATCH)
+    plain = train_step(MLP(), "1GiB", loss_fn=squared_error)
+    _, single = plain(plain.init(KEY, BATCH), BATCH)
+    np.testing.assert_allclose(metrics["loss"], 2 * single["loss"], rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("module", "loss_fn", "batch", "call", "options"),
     [

@@ -197,6 +197,56 @@ def test_neither_an_adapted_kernel_nor_its_gradient_is_formed():
     assert product_flops(before) > 4.0 * N * WIDTH**2
 
 
+@pytest.mark.parametrize("start, size", [(-11, 2), (-3, 2), (0, 4), (5, 4)])
+def test_a_slice_beyond_the_ends_is_what_jax_makes_of_it(start, size):
+    _, after = both(
+        lambda x, y: lax.dynamic_slice_in_dim(x @ y, start, size),
+        normal((6, 3)),
+        normal((3, 5)),
+    )
+    assert product_flops(after) == 2 * size * 3 * 5
+
+
+def test_a_gather_of_more_rows_than_there_are_stays_behind_the_product():
+    where = np.arange(40) % 8
+    before, after = both(
+        lambda x, w, where: (x @ w).at[where].get(mode="promise_in_bounds"),
+        normal((8, 4)),
+        normal((4, 4)),
+        where,
+    )
+    assert product_flops(after) == product_flops(before)
+
+
+def test_indices_that_a_sliced_product_makes_come_first():
+    def fun(x, w, r):
+        _, where = lax.top_k((x @ r)[:, 0], 3)
+        return jnp.take(x @ w, where, axis=0, mode="clip")
+
+    both(fun, normal((8, 4)), normal((4, 4)), normal((4, 2)))
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda g, v: g @ g.T,
+        lambda g, v: g.T @ (g @ v),
+        lambda g, v: (g + v[:, None] @ v[None]) @ (g + v[:, None] @ v[None]).T,
+    ],
+    ids=["both sides", "in turn", "a sum"],
+)
+def test_a_gradient_that_products_read_twice(read):
+    def fun(w, x, v):
+        return read(jax.grad(lambda w: jnp.sum(jnp.tanh(x @ w)))(w), v)
+
+    both(fun, normal((32, 32)), normal((2, 32)), normal((32,)))
+
+
+def test_a_part_that_is_returned_twice_is_two_outputs():
+    _, after = both(lambda x, w: ((x @ w)[:4],) * 2, normal((8, 4)), normal((4, 4)))
+    assert len(set(after.outputs)) == 2
+
+
 def test_a_graph_of_groups_is_refused():
     graph = poet_jax.coarsen(poet_jax.trace(lambda x: jnp.sin(x) * 2, jnp.ones(9)))
     with pytest.raises(ValueError) as caught:

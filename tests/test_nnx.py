@@ -399,16 +399,18 @@ def test_what_a_loss_fn_changes_in_the_model_stays_changed():
         def __init__(self, rngs):
             super().__init__(rngs)
             self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+            self.mode = "new"
 
         def __call__(self, x):
             self.calls[...] += 1
+            self.mode = "used"
             return super().__call__(x)
 
     model = Counting(nnx.Rngs(0))
     step = train_step(model, "1GiB")
     for _ in range(3):
         step((VECTORS, VECTORS))
-    assert int(model.calls[...]) == 3
+    assert int(model.calls[...]) == 3 and model.mode == "used"
 
 
 def test_an_error_leaves_the_model_as_it_was():

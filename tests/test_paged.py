@@ -253,6 +253,32 @@ def test_what_is_not_donated_stays_and_what_is_goes():
     assert store.nbytes == state_bytes(params)
 
 
+def test_moments_alone_may_be_on_storage(store):
+    init, step = case()
+    params, moments = init(jax.random.key(0))
+    state = params, poet_jax.to_storage(moments, store)
+    scheduled = schedule(step, "90%", store)
+    expected = init(jax.random.key(0))
+    for _ in range(2):
+        state, _ = scheduled(state, X)
+        expected, _ = jax.jit(step)(expected, X)
+        assert not any(isinstance(x, PagedArray) for x in jax.tree.leaves(state[0]))
+        large = [x for x in jax.tree.leaves(state[1]) if x.size > 128]
+        assert len(large) == 6 and all(isinstance(x, PagedArray) for x in large)
+    assert_close(state, expected)
+
+
+def test_state_that_is_gone_is_refused_before_anything_is_freed(store):
+    init, step = case()
+    params, moments = init(jax.random.key(0))
+    moments = poet_jax.to_storage(moments, store)
+    scheduled = schedule(step, "90%", store)
+    (params, _), _ = scheduled((params, moments), X)
+    with pytest.raises(RuntimeError, match="has been deleted"):
+        scheduled((params, moments), X)
+    assert not any(x.is_deleted() for x in jax.tree.leaves(params))
+
+
 def test_a_leaf_that_is_handed_through_is_not_moved():
     store = poet_jax.HostStore()
     frozen, free = (PagedArray.of(X + i, store) for i in range(2))
@@ -613,9 +639,15 @@ def test_copies_of_state_go_when_another_step_begins_or_memory_is_released():
     assert copied_bytes(state)
     held, _ = other(held, X)
     assert copied_bytes(held) and not copied_bytes(state)
+    double = poet_jax.schedule(lambda x: x * 2, "1GiB", device=OPTIONS["device"])
+    double(X)  # as one executable
+    assert double.plan(X).program.computes == 1 and not copied_bytes(held)
+    held, _ = other(held, X)
+    assert copied_bytes(held)
     poet_jax.release()
     assert not copied_bytes(held)
-    state, _ = step(state, X)
+    for _ in range(2):
+        state, _ = step(state, X)
     held, _ = other(held, X)
     assert_close(state, held)
 

@@ -11,7 +11,7 @@ import functools
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -24,14 +24,14 @@ from poet_jax.compile import RECYCLED_BYTES, Kind, nbytes_of
 
 # The size of the process is looked at for limits from here on, as it varies anyway, and
 # before instructions that bring at least so much; looking takes up to 0.1 ms.
-GUARDED_BYTES = 32 * 2**20
+GUARDED_BYTES = 8 * 2**20
 NOTICED_BYTES = 2**20
 # What a node may need beyond its workspace, or a 256th of the limit: scratch varies
 # from run to run. No buffer lies idle there.
 SCRATCH_BYTES = 4 * 2**20
 # What the process may hold beyond the limit before its heap is trimmed, which takes
 # 10 ms.
-GROWTH_BYTES = 4 * 2**20
+GROWTH_BYTES = 2 * 2**20
 # Beyond the largest workspace, as small results may lie where it began.
 SLACK_BYTES = 8 * 2**20
 # Mappings are counted after so many moves, and made fewer if they are more than these,
@@ -88,9 +88,6 @@ class _Pages:
       kept: how many, from the first on, are not to be given away.
     """
 
-    def __init__(self, address: int, flags: bytearray):
-        self.place(address, flags)
-
     def place(self, address: int, flags: bytearray) -> None:
         self.address, self.flags = address, flags
         self.held, self.kept = flags.count(1), 0
@@ -100,14 +97,17 @@ class _Pages:
         """How many pages are in RAM and not kept."""
         return self.flags.count(1, self.kept) if self.kept else self.held
 
+    def runs(self, flag: int, until: int) -> Iterator[tuple[int, int]]:
+        """(address, count) of each run of pages before `until` with this flag."""
+        stop = 0
+        while (start := self.flags.find(flag, stop, until)) >= 0:
+            stop = self.flags.find(1 - flag, start, until)
+            stop = until if stop < 0 else stop
+            yield self.address + start * heap.PAGE_BYTES, stop - start
+
     def missing(self, until: int) -> tuple[int, int]:
         """(address, count) of the first pages before `until` that are not in RAM."""
-        start = self.flags.find(0, 0, until)
-        if start < 0:
-            return 0, 0
-        stop = self.flags.find(1, start, until)
-        count = (until if stop < 0 else stop) - start
-        return self.address + start * heap.PAGE_BYTES, count
+        return next(self.runs(0, until), (0, 0))
 
     def renew(self, until: int) -> None:
         """Make each gap before `until` one mapping of the kernel's again.
@@ -115,11 +115,8 @@ class _Pages:
         It is as many as there were moves otherwise, and each later request takes as
         much longer: a U-Net's step took a seventh more time after 100 steps.
         """
-        stop = 0
-        while (start := self.flags.find(0, stop, until)) >= 0:
-            stop = self.flags.find(1, start, until)
-            stop = until if stop < 0 else stop
-            heap.renew_pages(self.address + start * heap.PAGE_BYTES, stop - start)
+        for gap in self.runs(0, until):
+            heap.renew_pages(*gap)
 
     def gain(self, address: int, count: int) -> None:
         start = (address - self.address) // heap.PAGE_BYTES
@@ -128,18 +125,15 @@ class _Pages:
 
     def fill(self, until: int) -> None:
         """Take pages anew for those before `until` that are not in RAM."""
-        while (missing := self.missing(until))[1]:
-            heap.populate_pages(*missing)
-            self.gain(*missing)
+        for gap in self.runs(0, until):
+            heap.populate_pages(*gap)
+            self.gain(*gap)
 
     def recall(self) -> None:
         """Take back what was lent and is still in RAM; what is not is known now."""
         self.place(self.address, heap.pages_in_ram(self.address, len(self.flags)))
-        stop = 0
-        while (start := self.flags.find(1, stop)) >= 0:
-            stop = self.flags.find(0, start)
-            stop = len(self.flags) if stop < 0 else stop
-            heap.recall_pages(self.address + start * heap.PAGE_BYTES, stop - start)
+        for run in self.runs(1, len(self.flags)):
+            heap.recall_pages(*run)
 
     def lose(self, count: int) -> tuple[int, int]:
         """(address, count) of the last spare pages, at most `count`, to be taken."""
@@ -158,13 +152,13 @@ class _Buffer(_Pages):
         self.array = array
         pointer = array.unsafe_buffer_pointer()
         address, count = heap.whole_pages(pointer, array.nbytes)
-        super().__init__(address, bytearray(b"\1" * count))
+        self.place(address, bytearray(b"\1" * count))
 
     def delete(self) -> None:
         self.array.delete()
 
 
-class _Workspace(_Pages):
+class Workspace(_Pages):
     """The block of the heap in which XLA finds room for its workspaces, and what it
     calls for scratch.
 
@@ -271,7 +265,7 @@ class Pool:
         self._base_bytes: int | None = None
         self._file_bytes = 0
         self._largest_bytes = max(large.values(), default=0)
-        self._workspace: _Workspace | None = None
+        self._workspace: Workspace | None = None
         self._user = 0  # the instruction that it was lent to
         self._scratch: dict[int, int] = {}  # bytes beyond what an instruction asks for
         self._moves = self._most_mappings = 0
@@ -426,12 +420,12 @@ class Pool:
         workspace.kept = 0
         self.idle_bytes += workspace.held * heap.PAGE_BYTES
 
-    def _reserve(self, nbytes: int) -> _Workspace | None:
+    def _reserve(self, nbytes: int) -> Workspace | None:
         """The workspace, of which so many bytes are not idle; None for a small one."""
         if nbytes < NOTICED_BYTES or not self._shares or not heap.is_shared():
             return None
         if self._workspace is None:
-            self._workspace = _Workspace(self._largest_bytes)
+            self._workspace = Workspace(self._largest_bytes)
             self._idle[None] = [self._workspace]
         else:
             self.idle_bytes -= self._workspace.held * heap.PAGE_BYTES

@@ -233,7 +233,7 @@ class Runner:
         """Flat arguments to flat outputs, each a jax.Array or a PagedArray."""
         start = time.perf_counter()
         for value, leaf in zip(self.program.graph.arguments, leaves, strict=True):
-            if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            if isinstance(leaf, jax.Array | PagedArray) and leaf.is_deleted():
                 raise RuntimeError(
                     f"{self.program.graph.values[value].name} was given as an array "
                     f"of shape {leaf.shape} that has been deleted. An argument that "
@@ -248,12 +248,15 @@ class Runner:
             workspaces = {row: x.workspace_bytes for row, x in self.calls.items()}
             pool = Pool(self._taken(), self._peak_bytes, self.on_cpu, workspaces)
         spends = self.program.graph.donated - self.program.graph.stored.keys()
-        held_back = interrupts.held_back() if spends else contextlib.nullcontext()
-        with held_back, heap.keeping_freed_blocks():
+        with contextlib.ExitStack() as held_back, heap.keeping_freed_blocks():
+            if spends:
+                held_back.enter_context(interrupts.held_back())
             step = _Step(self, leaves, pool, start)
             try:
                 for instruction in self.program.instructions:
                     step.do(instruction)
+                if self.program.graph.donated:  # what is on storage goes from here on
+                    held_back.enter_context(interrupts.held_back())
                 outputs = step.finish()
             finally:
                 step.close()

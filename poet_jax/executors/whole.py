@@ -12,11 +12,13 @@ import jax
 from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
-from poet_jax import progress
-from poet_jax.compile import compile_nodes, compiler_options
+from poet_jax import heap, interrupts, progress
+from poet_jax.compile import compile_nodes, compiler_options, on_cpu
+from poet_jax.executors.buffers import GROWTH_BYTES, NOTICED_BYTES, Workspace
 from poet_jax.executors.host import Run
 from poet_jax.fuse import Stretch, replace, scratch_bytes
 from poet_jax.graph import Graph
+from poet_jax.paged import drop_copies
 from poet_jax.price import Costs
 from poet_jax.program import Program
 
@@ -25,6 +27,9 @@ from poet_jax.program import Program
 # `jax.jit` does; what needs more than this many times the budget is not tried.
 HOPE = 2.0
 SMALL_BYTES = 4096
+# How often the heap is asked whether XLA has freed the last step's workspace, which it
+# does up to a tenth of a millisecond after the results are ready.
+PATIENCE = 100
 _NO_TRACE = get_opaque_trace_state()
 
 
@@ -41,6 +46,7 @@ class WholeStep:
     Args:
       keep_all: the program of every node once, of `fun` traced on `args` and `kwargs`.
       costs: of its graph.
+      memory_bytes: that the process may rise to while it runs; see `_make_room`.
       args, kwargs: arrays or shapes.
 
     Attributes:
@@ -53,6 +59,7 @@ class WholeStep:
         fun: Callable,
         keep_all: Program,
         costs: Costs,
+        memory_bytes: float,
         args: tuple,
         kwargs: dict[str, Any],
         **jit_options: Any,
@@ -71,16 +78,23 @@ class WholeStep:
         step = Stretch.all_of(keep_all, costs)
         analysis = compiled.memory_analysis()
         assert analysis is not None, "this backend does not say what a step needs"
+        new_bytes = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        self._block_bytes = analysis.temp_size_in_bytes
         step = step.with_need(
             step.live_bytes
-            + analysis.output_size_in_bytes
-            - analysis.alias_size_in_bytes
-            + analysis.temp_size_in_bytes
+            + new_bytes
+            + self._block_bytes
             + scratch_bytes(compile_nodes(keep_all.graph))
         )
         self.program = replace(keep_all, [step])
         self.needed_bytes = int(step.needed_bytes)
+        self._is_noticed = self._block_bytes >= NOTICED_BYTES and on_cpu()
+        self._live_bytes = step.live_bytes
+        self._room_bytes = memory_bytes - step.live_bytes - new_bytes
+        self._base_bytes: int | None = None
+        self._workspace: Workspace | None = None
         self._place = _place_of_small_result(keep_all.graph)
+        self._spends = bool(keep_all.graph.donated)
         self._awaited: jax.Array | None = None
         self._start_seconds = 0.0
         self._run: Run | None = None
@@ -104,15 +118,23 @@ class WholeStep:
             self._check_allowed()
         # Dispatch is asynchronous, but this step must not begin beside the last one.
         self._wait()
+        drop_copies()  # memory that this step does not know of
+        returning = self._is_noticed and self._make_room()
         self._start_seconds = time.perf_counter()
+        if self._place is None or returning:
+            with contextlib.ExitStack() as stack:
+                if self._spends:  # a Ctrl-C would find the old state gone
+                    stack.enter_context(interrupts.held_back())
+                if returning:
+                    stack.enter_context(heap.keeping_freed_blocks())
+                result = jax.block_until_ready(self._jitted(*args, **kwargs))
+            self._run = self._awaited = None
+            return result
         result = self._jitted(*args, **kwargs)
         self._run = self._awaited = None
-        if self._place is None:
-            jax.block_until_ready(result)
-        else:
-            small: Any = functools.reduce(operator.getitem, self._place, result)
-            if not isinstance(small, Tracer):  # inside another function's trace
-                self._awaited = small
+        small: Any = functools.reduce(operator.getitem, self._place, result)
+        if not isinstance(small, Tracer):  # inside another function's trace
+            self._awaited = small
         return result
 
     @property
@@ -123,6 +145,52 @@ class WholeStep:
             seconds = time.perf_counter() - self._start_seconds
             self._run = Run(seconds, self.needed_bytes, 0, 0, 0)
         return self._run
+
+    def _make_room(self) -> bool:
+        """See that this step stays within the budget, whatever the heap has kept;
+        whether it has to return its block to the system at once.
+
+        glibc keeps a freed block of up to 32 MiB for the next one of that size. But
+        that one may come before XLA has freed the block, or after a small one has taken
+        of its place, and then comes on top: a step with 28 MiB was seen to keep five.
+        """
+        if self._base_bytes is None:
+            self._release()
+        block_bytes, is_shared = self._block_bytes, heap.is_shared()
+        for _ in range(PATIENCE):
+            spare_bytes = self._room_bytes + GROWTH_BYTES - self._kept_bytes()
+            # One more may be kept, by a heap that cannot be told to return it.
+            if block_bytes <= (spare_bytes if is_shared else spare_bytes / 2):
+                return False
+            if block_bytes <= (heap.MAPPED_BYTES if is_shared else spare_bytes):
+                break
+            time.sleep(1e-5)
+        else:
+            self._release()
+        if not is_shared or block_bytes > heap.MAPPED_BYTES:
+            return not is_shared
+        with heap.keeping_freed_blocks():
+            workspace, self._workspace = self._workspace, None  # not another thread's
+            if workspace is None:
+                workspace = Workspace(block_bytes)
+            else:
+                workspace.take()
+            held_bytes = workspace.held * heap.PAGE_BYTES
+            if self._kept_bytes() - held_bytes > self._room_bytes - block_bytes:
+                self._release(held_bytes)
+            workspace.give(block_bytes)
+            self._workspace = workspace
+        return False
+
+    def _kept_bytes(self) -> int:
+        """What the process holds besides arguments and the least that it held so."""
+        held_bytes = heap.held_bytes()[0] - self._live_bytes
+        self._base_bytes = min(held_bytes, self._base_bytes or held_bytes)
+        return held_bytes - self._base_bytes
+
+    def _release(self, held_bytes: int = 0) -> None:
+        heap.release()
+        self._base_bytes = heap.held_bytes()[0] - self._live_bytes - held_bytes
 
     def _wait(self) -> None:
         """Until the latest call has ended. All its results are ready at once."""
@@ -149,7 +217,7 @@ def whole_step(
     guess = Stretch.all_of(keep_all, costs)
     if not guess.nodes or guess.needed_bytes > HOPE * memory_bytes:
         return None
-    step = WholeStep(fun, keep_all, costs, args, kwargs, **jit_options)
+    step = WholeStep(fun, keep_all, costs, memory_bytes, args, kwargs, **jit_options)
     return step if step.needed_bytes <= memory_bytes else None
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from poet_jax.graph import Graph
 from poet_jax.in_place import replaceable
 from poet_jax.plan import Budget, Compute, PageIn, Stages
-from poet_jax.planners.judge import Judged
+from poet_jax.planners.judge import ROUNDING, Judged
 from poet_jax.planners.objective import minimise
 from poet_jax.planners.solver import Model, xsum
 from poet_jax.price import Costs
@@ -359,7 +359,9 @@ class Formulation:
         assert self.budget is not None
         deadline = self.budget.seconds
         chosen = [y for y in self.page_in.values() if self.values[y.idx] > 0.5]
-        if deadline is None or timely.usage.seconds <= deadline or not chosen:
+        if deadline is None or not chosen:
+            return False
+        if timely.usage.seconds <= deadline * ROUNDING:
             return False
         self.is_relaxation = False
         self.late_plans += 1

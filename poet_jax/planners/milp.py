@@ -200,7 +200,7 @@ class _Search:
         for resident in ((), self.graph.successors):
             graph = self.graph.with_resident(resident)
             self.consider(keep_everything(graph, self.costs))
-        if start is not None and self.best is None:
+        if start is not None and not self.is_optimal():
             self.consider_repaired(judge_plan(self.graph, self.costs, start))
         try:
             with progress.line(self.__str__, self.planner.progress):
@@ -215,7 +215,9 @@ class _Search:
             logger.warning("planning was interrupted: the best plan so far is used")
         fastest = self.fastest()
         if self.best is None:
-            raise self.too_small(fastest)
+            error = self.too_small(fastest)  # the leanest plan may be within the budget
+            if self.best is None:
+                raise error
         return self.best.plan(
             "MilpPlanner",
             self.since,
@@ -413,6 +415,7 @@ class _Search:
                     break
                 if not program.tighten(judged, judged):
                     break
+        self.consider(prefetch(costs, leanest, self.budget))
         return budget_too_small(
             graph,
             costs,

@@ -10,7 +10,7 @@ from typing import Any
 from poet_jax.graph import Graph
 from poet_jax.plan import Budget
 from poet_jax.planners.cuts import Cuts
-from poet_jax.planners.judge import Judged, keep_everything, prefetch
+from poet_jax.planners.judge import ROUNDING, Judged, keep_everything, prefetch
 from poet_jax.planners.lift import crests, solve
 from poet_jax.price import Costs
 
@@ -185,7 +185,9 @@ class Rounds:
         if self.budget.seconds is None:
             return 0.0
         timely = prefetch(self.costs, judged, self.budget)
-        return max(0.0, timely.usage.seconds - self.budget.seconds)
+        if timely.usage.seconds <= self.budget.seconds * ROUNDING:
+            return 0.0
+        return timely.usage.seconds - self.budget.seconds
 
     def hurry(self, late_seconds: float) -> bool:
         """An earlier deadline, and room for pages on their way in."""

@@ -96,15 +96,19 @@ class Items:
         self._arguments: list[int | None] = [None] * counts[0]
         self._outputs: list[int | None] = [None] * counts[1]
         self._instead: dict[int, int] = {}  # argument that stays, by output
-        for path, item in owners.items():
-            param = f"{beneath.params}/{path}"
-            for leaf, name in outs.items():
-                if name == param or name.endswith(f"/{path}"):
-                    self._outputs[leaf] = item
-                    if name == param:
-                        self._instead[leaf] = place[name]
-                    elif name in place:
-                        self._arguments[place[name]] = item
+        root = f"{beneath.params}/"
+        paths = [x.removeprefix(root) for x in outs.values() if x.startswith(root)]
+        for leaf, name in outs.items():
+            # A moment's name ends like its parameter's, and maybe like an outer one's.
+            ends = (x for x in paths if name.endswith(f"/{x}"))
+            path = max(ends, key=len, default="")
+            if path not in owners:
+                continue
+            self._outputs[leaf] = owners[path]
+            if name == root + path:
+                self._instead[leaf] = place[name]
+            elif name in place:
+                self._arguments[place[name]] = owners[path]
         self.graph, self.costs = self._priced(self.all)
         keep_all_bytes = keep_everything(self.graph, self.costs).usage.peak_bytes
         budget = parse_budget(self._scheduled.budget, keep_all_bytes)

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import fnmatch
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ class Update:
 
     def __post_init__(self):
         for pattern, fraction in self.fractions.items():
-            if not (isinstance(fraction, int | float) and 0 <= fraction <= 1):
+            if not (isinstance(fraction, numbers.Real) and 0 <= fraction <= 1):
                 raise ValueError(
                     f"The fraction {fraction!r} of {pattern!r} was to be trained. A "
                     "fraction is between 0, nothing, and 1, everything. Type for "

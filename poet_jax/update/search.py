@@ -100,8 +100,11 @@ def contributions(
     known: dict[str, float] = {}
     file = None if path is None else pathlib.Path(path)
     if file is not None and file.exists():
-        for line in file.read_text().splitlines():
-            row = json.loads(line)
+        lines = file.read_text().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]
+        if len(whole) < len(lines):  # the last one was cut short, and is scored again
+            file.write_text("".join(whole))
+        for row in map(json.loads, whole):
             known[json.dumps(row["update"])] = row["score"]
 
     def scored(fractions: dict[str, float]) -> float:
@@ -110,9 +113,9 @@ def contributions(
             known[key] = float(score(Update(fractions) if fractions else None))
             logger.info("score %.4g of %s", known[key], fractions)
             if file is not None:
-                with open(file, "a") as lines:
+                with open(file, "a") as appended:
                     row = {"update": fractions, "score": known[key]}
-                    lines.write(json.dumps(row) + "\n")
+                    appended.write(json.dumps(row) + "\n")
         return known[key]
 
     base = scored(always)
@@ -187,10 +190,12 @@ def search(
     best: frozenset[int] = frozenset()
     schedule: Schedule | None = None
     bound, planned = items.gain(items.all), 0
+    is_proven = True  # whether all of `refused` are known not to fit
     while schedule is None or seconds_left() > 0:
         least = items.gain(best) * (1 + TOLERANCE)
         chosen, limit = proposed(least)
-        bound = min(bound, max(limit, least))
+        if is_proven:
+            bound = min(bound, max(limit, least))
         if chosen is None and schedule is not None:
             break  # nothing gains more, or the solver's time is up
         chosen = chosen or frozenset()
@@ -201,9 +206,10 @@ def search(
             try:
                 best, schedule = chosen, items.schedule(chosen)
                 break
-            except BudgetTooSmall:
+            except BudgetTooSmall as error:
                 if not chosen:
                     raise
+                is_proven &= error.least_bytes > items.budget.memory_bytes
                 logger.info("do not fit together: %s", ", ".join(items.names(chosen)))
                 refused.append(chosen)
                 chosen -= {least_worth(chosen)}
