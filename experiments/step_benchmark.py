@@ -227,6 +227,7 @@ def compare(within, plain, checkpoint, fresh_state, batch, state_bytes):
 
 def watch(ours: Contestant, batch, state_bytes: int) -> tuple[int, int]:
     """How far the process's high-water mark rises in how many steps of ours alone."""
+    time.sleep(0.1)  # what XLA frees a little after the results are ready
     poet_jax.release()
     before = memory.resident_bytes() - state_bytes
     memory.reset_high_water()

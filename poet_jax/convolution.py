@@ -96,16 +96,24 @@ def by_images(params: dict[str, Any], image: jax.Array, kernel: jax.Array):
     )
 
 
-def _is_plain(equation: Equation) -> bool:
-    """Whether it is a convolution in floats of an image as it is, without groups."""
-    if equation.primitive.name != "conv_general_dilated":
-        return False
-    params = equation.params
-    dtypes = {x.dtype for x in (*equation.operand_shapes, *equation.result_shapes)}
+def is_of_floats(equation: Equation) -> bool:
+    """Whether it is a convolution in float32 or float64 of arrays that hold
+    something."""
+    arrays = (*equation.operand_shapes, *equation.result_shapes)
     return (
-        all(d == 1 for d in params["lhs_dilation"])
+        equation.primitive.name == "conv_general_dilated"
+        and all(x.size for x in arrays)
+        and {str(x.dtype) for x in arrays} in ({"float32"}, {"float64"})
+    )
+
+
+def _is_plain(equation: Equation) -> bool:
+    """Whether it is such a convolution of an image as it is, without groups."""
+    params = equation.params
+    return (
+        is_of_floats(equation)
+        and all(d == 1 for d in params["lhs_dilation"])
         and params["feature_group_count"] == params["batch_group_count"] == 1
-        and (dtypes == {jnp.dtype("float32")} or dtypes == {jnp.dtype("float64")})
     )
 
 
@@ -150,7 +158,6 @@ def is_filter_gradient(equation: Equation) -> bool:
     elements = math.prod(filters.shape[d] for d in numbers.rhs_spec[2:])
     return (
         places < elements
-        and image.size > 0
         # [batch, ..., channels], of which the batch is summed over
         and tuple(numbers.lhs_spec) == (last, 0, *range(1, last))
         and tuple(numbers.rhs_spec) == (last, 0, *range(1, last))

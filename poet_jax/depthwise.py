@@ -18,6 +18,7 @@ from jax import lax
 from poet_jax.convolution import (
     divisor,
     filter_result,
+    is_of_floats,
     padded,
     result_sizes,
     shifted,
@@ -44,7 +45,7 @@ def depthwise_convolutions(graph: Graph) -> Graph:
 
 def is_depthwise(equation: Equation) -> bool:
     """Whether each channel of the result is made of one of the image."""
-    if not _is_of_floats(equation):
+    if not is_of_floats(equation):
         return False
     params, numbers = equation.params, equation.params["dimension_numbers"]
     image, kernel = equation.operand_shapes
@@ -59,7 +60,7 @@ def is_depthwise(equation: Equation) -> bool:
 
 def is_depthwise_gradient(equation: Equation) -> bool:
     """Whether each channel of the filter's gradient is made of one of the image."""
-    if not _is_of_floats(equation):
+    if not is_of_floats(equation):
         return False
     params, numbers = equation.params, equation.params["dimension_numbers"]
     image, slope = equation.operand_shapes
@@ -72,16 +73,6 @@ def is_depthwise_gradient(equation: Equation) -> bool:
         and params["batch_group_count"] == channels == slope.shape[-1] > 1
         and all(d == 1 for d in params["lhs_dilation"])
         and result.size <= MOST_TAPS * channels
-    )
-
-
-def _is_of_floats(equation: Equation) -> bool:
-    if equation.primitive.name != "conv_general_dilated":
-        return False
-    arrays = (*equation.operand_shapes, *equation.result_shapes)
-    dtypes = {x.dtype for x in arrays}
-    return all(x.size for x in arrays) and (
-        dtypes == {jnp.dtype("float32")} or dtypes == {jnp.dtype("float64")}
     )
 
 

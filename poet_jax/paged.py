@@ -169,8 +169,8 @@ class PagedArray:
 
 def drop_copies() -> None:
     """Leave every `PagedArray` on storage alone."""
-    with contextlib.suppress(KeyError):  # none is left
-        while True:
+    while _copied:
+        with contextlib.suppress(KeyError):  # another thread was first
             _copied.pop()._copies.clear()
 
 

@@ -77,6 +77,8 @@ print(poet_jax.heap.is_shared(), rise, scheduled.last_run.peak_bytes)
 
 
 STEPS = """
+import time
+
 import jax
 import optax
 
@@ -96,6 +98,8 @@ step = poet_jax.schedule(
 schedule = step.plan(state, batch)
 state, loss = step(state, batch)
 state_bytes = sum(x.nbytes for x in jax.tree.leaves((state, batch)))
+jax.block_until_ready(loss)
+time.sleep(0.1)  # what XLA frees a little after the results are ready
 poet_jax.release()
 before = memory.resident_bytes() - state_bytes
 memory.reset_high_water()

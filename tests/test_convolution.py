@@ -1,6 +1,7 @@
 """Filter gradients as matrix products: the numbers of XLA's convolution, fewer
 surprises."""
 
+import dataclasses
 import functools
 
 import jax
@@ -13,6 +14,7 @@ from strategies import DEVICE
 
 import poet_jax
 from poet_jax import convolution as convolution_file
+from poet_jax.compile import Unit, compiler_options, signature
 from poet_jax.convolution import (
     by_images,
     filter_gradients,
@@ -375,3 +377,40 @@ def test_what_is_summed_of_large_convolutions_rounds_as_under_jit():
     results = scheduled(image, *kernels), jax.jit(forward)(image, *kernels)
     for got, expected in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize(
+    "image, kernel",
+    [
+        ((2, 8, 8, 4), (3, 3, 4, 0)),
+        ((0, 8, 8, 4), (3, 3, 4, 4)),
+        ((2, 8, 8, 0), (1, 1, 0, 4)),
+    ],
+)
+def test_a_convolution_of_nothing_is_left_as_it_is(image, kernel):
+    def fun(image, kernel):
+        return convolve(image, kernel), slope_of(convolve, image, kernel)
+
+    args = jnp.ones(image), jnp.ones(kernel)
+    scheduled = poet_jax.schedule(fun, "1GiB", device=DEVICE, planner=poet_jax.greedy)
+    for got, expected in zip(scheduled(*args), jax.jit(fun)(*args), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_a_convolution_that_is_run_again_does_not_decide_how_the_first_is_computed():
+    """XLA's options differ in the backward pass, also for one that looks alike."""
+
+    def loss(kernel, image):
+        apply = jax.checkpoint(lambda kernel, image: jnp.tanh(convolve(image, kernel)))
+        return apply(kernel, image).sum()
+
+    args = jnp.ones((3, 3, 16, 16)), jnp.ones((2, 16, 16, 16))
+    graph = poet_jax.coarsen(poet_jax.trace(jax.grad(loss), *args))
+    for number, node in enumerate(graph.nodes):
+        nodes = list(graph.nodes)
+        nodes[number] = dataclasses.replace(node, backward=not node.backward)
+        other = dataclasses.replace(graph, nodes=tuple(nodes))
+        unit = Unit.of(graph, number)
+        alike = signature(graph, unit) == signature(other, unit)
+        options = (compiler_options([x.nodes[number]]) for x in (graph, other))
+        assert alike == (len({x is None for x in options}) == 1)

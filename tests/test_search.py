@@ -71,6 +71,33 @@ def test_what_is_left_out_is_as_if_it_had_never_been_there(kind, items):
     assert found.schedule.baseline.seconds == pytest.approx(smaller.baseline.seconds)
 
 
+class Nested(nn.Module):
+    """Has a parameter whose path ends like that of another."""
+
+    @nn.compact
+    def __call__(self, x, train: bool = True):
+        x = nn.gelu(nn.Dense(32, name="inner")(x))
+        if train is not None:
+            x = x + Nested(name="block")(x, train=None)
+        return nn.Dense(32, name="head")(x)
+
+
+@pytest.mark.parametrize("item", ["inner/**", "block/**"])
+def test_a_path_that_ends_like_another_is_another_parameter(item):
+    def planned(update, gains=None):
+        options = {"device": DEVICE, "executor": poet_jax.HostExecutor(fuse=False)}
+        step = poet_jax.train_step(Nested(), 2**40, update=update, **options)
+        args = jax.eval_shape(step.init, jax.random.key(0), BATCH), BATCH
+        return search(step, *args, gains=gains).schedule if gains else step.plan(*args)
+
+    both = {"inner/**": 1.0, "block/**": 1.0}
+    gains = {name: 1.0 if name == item else -1.0 for name in both}
+    found = planned(both | ALWAYS, gains)
+    alone = planned({item: 1.0} | ALWAYS)
+    assert len(found.graph.nodes) == len(alone.graph.nodes)
+    assert found.baseline.peak_bytes == alone.baseline.peak_bytes
+
+
 @pytest.mark.parametrize("memory, time", [(0.8, 1.0), (0.6, 0.8)])
 def test_no_subset_that_fits_gains_more(memory, time):
     step, args = step_and_args("nnx", EVERYTHING)
