@@ -204,7 +204,7 @@ def run(path: pathlib.Path) -> None:
                     if (name, kind) not in least:
                         least[name, kind] = int(1.05 * smallest_bytes(graph, costs))
                     memory_bytes = least[name, kind]
-                elif share.isdigit():
+                elif share.replace(".", "", 1).isdigit():
                     memory_bytes = int(keep_all_bytes * float(share) / 100)
                 else:
                     memory_bytes = parse_bytes(share)

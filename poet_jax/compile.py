@@ -302,7 +302,7 @@ def compile_units(graph: Graph, units: Sequence[Unit]) -> list[Executable]:
         try:
             for future in counted(done, len(futures), "compiling"):
                 _executables[futures[future]] = future.result()
-        finally:  # after an error or Ctrl-C, those that wait are not compiled any more
+        finally:  # after an error or Ctrl-C, none is begun any more
             pool.shutdown(wait=False, cancel_futures=True)
     return [_executables[key] for key in keys]
 

@@ -146,13 +146,15 @@ class _Narrower(Rewriter):
         node = self.maker(value)
         if node is None:
             return True
+        if self.place[self.producer[value]][0] < 0:
+            return True  # it is first already
         reads = [x for x in self.operands(node) if not isinstance(x, Literal)]
         if not (node.repeatable and all([self.hoist(v) for v in reads])):
             return False
         number = self.producer[value]
         anchor, own = self.place[number]
-        if anchor >= 0:  # before all others, in the order that they were in
-            self.place[number] = (anchor - len(self.graph.nodes), own)
+        # Before all others, in the order that they were in.
+        self.place[number] = (anchor - len(self.graph.nodes), own)
         return True
 
     def reaches_product(self, value: Any, axis: int) -> bool:

@@ -251,14 +251,14 @@ class TrainStep:
             merged = part.merge(trainable, params)
             replica = nnx.merge(graphdef, merged, rest, copy=True)
             loss, aux = self._loss(replica, batch)
-            after, _, rest = nnx.split(replica, optimizer.wrt, ...)
-            return loss, (aux, rest, after)
+            after, made, rest = nnx.split(replica, optimizer.wrt, ...)
+            return loss, (aux, rest, after, made)
 
-        (loss, (aux, rest, after)), gradients = jax.value_and_grad(
+        (loss, (aux, rest, after, made)), gradients = jax.value_and_grad(
             loss_of, has_aux=True
         )(part.split(params), rest)
         if after != graphdef:  # plain attributes that the loss has changed
-            _restructure(model, nnx.merge(after, params, rest, copy=True))
+            _restructure(model, nnx.merge(after, made, rest, copy=True))
         if self.scheme is not None and self.scheme.statistics == "keep":
             rest = nnx.filter_state(rest, nnx.Not(nnx.BatchStat))
         nnx.update(model, rest)

@@ -194,8 +194,8 @@ def at_home(graph: Graph, paged: Collection[int]) -> Graph:
 
     An output takes the home of the donated argument that it replaces: as under
     `jax.jit`, the first of its shape and dtype that is no earlier one's, in RAM or not.
-    Small donated arguments are not
-    freed during the step, so that a step that fails leaves the whole state as it was.
+    Small donated arguments are not freed during the step, so that a step that fails
+    leaves the whole state as it was.
     """
     stored = {graph.arguments[leaf]: Place(leaf) for leaf in sorted(paged)}
     outputs = list(enumerate(graph.outputs))

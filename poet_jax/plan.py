@@ -49,6 +49,10 @@ class Budget:
                 )
         if not math.isinf(self.memory_bytes):
             object.__setattr__(self, "memory_bytes", int(self.memory_bytes))
+        if self.seconds is not None:
+            object.__setattr__(self, "seconds", float(self.seconds))
+        if self.store_bytes is not None and not math.isinf(self.store_bytes):
+            object.__setattr__(self, "store_bytes", int(self.store_bytes))
 
     def on_storage_of(self, store_bytes: float, graph: Graph) -> "Budget":
         """This budget, or if it has no limit on storage, one with `store_bytes`, unless

@@ -248,10 +248,11 @@ def _node_bytes(graph: Graph, node: Node) -> int:
 def _measure(graph: Graph, executables: Sequence[Executable]) -> np.ndarray:
     """[N] seconds on this machine, each distinct executable run a few times on zeros; 0
     for those with effects, which pricing must not cause."""
-    distinct = dict(zip(executables, graph.nodes, strict=True))
+    pairs = zip(executables, graph.nodes, strict=True)
+    distinct = {executable: node for executable, node in pairs if node.repeatable}
     other = np.ones(_CACHES_BYTES // 8)
     for executable, node in counted(distinct.items(), len(distinct), "timing nodes"):
-        if executable.seconds is None and node.repeatable:
+        if executable.seconds is None:
             values = [graph.values[v] for v in node.reads]
             operands = [jnp.zeros(value.shape, value.dtype) for value in values]
             large = _node_bytes(graph, node) >= NOTICED_BYTES

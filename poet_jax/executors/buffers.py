@@ -38,8 +38,9 @@ SLACK_BYTES = 8 * 2**20
 # or twice what they were when that was done last.
 MOVES_PER_COUNT = 250
 MOST_MAPPINGS = 16_000
-# XLA frees a workspace up to a millisecond after the results are ready.
-PATIENCE = 30
+# XLA frees a workspace a tenth of a millisecond after the results are ready, or later
+# if others keep the processors busy.
+PATIENCE_SECONDS = 0.02
 
 
 def view(array: jax.Array) -> np.ndarray:
@@ -200,7 +201,8 @@ class Workspace(_Pages):
 
     def _retake(self) -> bool:
         least, most = self._nbytes, self._nbytes + SLACK_BYTES
-        for _ in range(PATIENCE):
+        deadline = time.perf_counter() + PATIENCE_SECONDS
+        while time.perf_counter() < deadline:
             for nbytes in range(most, least - 1, -NOTICED_BYTES):
                 block = heap.allocate(nbytes)
                 if abs(block - self.address) <= SLACK_BYTES:
@@ -209,6 +211,13 @@ class Workspace(_Pages):
                 heap.free(block)
             time.sleep(1e-4)
         return False
+
+    def keep(self, nbytes: int) -> None:
+        """Return all of its pages to the system but the first `nbytes`."""
+        self.kept = min(-(-nbytes // heap.PAGE_BYTES), len(self.flags))
+        while self.spare:
+            heap.release_pages(*self.lose(self.spare))
+        self.kept = 0
 
     def give(self, nbytes: int) -> None:
         """Let XLA find it, and no better fit for `nbytes` or a part of that, such as
@@ -288,6 +297,7 @@ class Pool:
             heap.release_blocks()
             held_bytes = self._held_beside(live_bytes)
         if self._base_bytes is None or self._has_grown(held_bytes):
+            time.sleep(heap.SETTLING_SECONDS)
             heap.release()
             self._base_bytes = held_bytes = self._held_beside(live_bytes)
         self._base_bytes = min(self._base_bytes, held_bytes)

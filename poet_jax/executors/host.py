@@ -255,6 +255,7 @@ class Runner:
             try:
                 for instruction in self.program.instructions:
                     step.do(instruction)
+                step.settle()
                 if self.program.graph.donated:  # what is on storage goes from here on
                     held_back.enter_context(interrupts.held_back())
                 outputs = step.finish()
@@ -548,15 +549,18 @@ class _Step:
         most = self.most_bytes[self.row]
         self.most_bytes[self.row] = max(most, self.live_bytes)
 
-    def finish(self) -> list[Any]:
-        """Wait for what is under way; the flat outputs, in RAM or on storage.
-
-        From here on the step is done, and donated arguments on storage go.
-        """
+    def settle(self) -> None:
+        """Wait for what is under way."""
         for value in list(self.loading):
             self.ready(value)
         for value in list(self.saving):
             self.saved(value)
+
+    def finish(self) -> list[Any]:
+        """The flat outputs, in RAM or on storage.
+
+        From here on the step is done, and donated arguments on storage go.
+        """
         self.is_done = True
         graph = self.graph
         outputs = [

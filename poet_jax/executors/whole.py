@@ -14,7 +14,13 @@ from jax.extend.core import get_opaque_trace_state
 
 from poet_jax import heap, interrupts, progress
 from poet_jax.compile import compile_nodes, compiler_options, on_cpu
-from poet_jax.executors.buffers import GROWTH_BYTES, NOTICED_BYTES, Workspace
+from poet_jax.executors.buffers import (
+    GROWTH_BYTES,
+    NOTICED_BYTES,
+    PATIENCE_SECONDS,
+    SLACK_BYTES,
+    Workspace,
+)
 from poet_jax.executors.host import Run
 from poet_jax.fuse import Stretch, replace, scratch_bytes
 from poet_jax.graph import Graph
@@ -27,9 +33,6 @@ from poet_jax.program import Program
 # `jax.jit` does; what needs more than this many times the budget is not tried.
 HOPE = 2.0
 SMALL_BYTES = 4096
-# How often the heap is asked whether XLA has freed the last step's workspace, which it
-# does up to a tenth of a millisecond after the results are ready.
-PATIENCE = 100
 _NO_TRACE = get_opaque_trace_state()
 
 
@@ -88,7 +91,11 @@ class WholeStep:
         )
         self.program = replace(keep_all, [step])
         self.needed_bytes = int(step.needed_bytes)
-        self._is_noticed = self._block_bytes >= NOTICED_BYTES and on_cpu()
+        large = self._block_bytes >= NOTICED_BYTES
+        self._is_noticed = large and on_cpu() and heap.returns_pages()
+        # New results beside the workspace would take its place.
+        most_bytes = heap.MAPPED_BYTES if new_bytes <= SLACK_BYTES else 0
+        self._lies_in_heap = heap.is_shared() and self._block_bytes <= most_bytes
         self._live_bytes = step.live_bytes
         self._room_bytes = memory_bytes - step.live_bytes - new_bytes
         self._base_bytes: int | None = None
@@ -147,8 +154,8 @@ class WholeStep:
         return self._run
 
     def _make_room(self) -> bool:
-        """See that this step stays within the budget, whatever the heap has kept;
-        whether it has to return its block to the system at once.
+        """See that this step stays within the budget, whatever the heap has kept; True
+        if its block has to be returned to the system as soon as XLA frees it.
 
         glibc keeps a freed block of up to 32 MiB for the next one of that size. But
         that one may come before XLA has freed the block, or after a small one has taken
@@ -157,30 +164,36 @@ class WholeStep:
         if self._base_bytes is None:
             self._release()
         block_bytes, is_shared = self._block_bytes, heap.is_shared()
-        for _ in range(PATIENCE):
+        deadline = time.perf_counter() + PATIENCE_SECONDS / 4
+        while True:
             spare_bytes = self._room_bytes + GROWTH_BYTES - self._kept_bytes()
             # One more may be kept, by a heap that cannot be told to return it.
             if block_bytes <= (spare_bytes if is_shared else spare_bytes / 2):
                 return False
-            if block_bytes <= (heap.MAPPED_BYTES if is_shared else spare_bytes):
+            if self._lies_in_heap or (not is_shared and block_bytes <= spare_bytes):
+                break
+            if time.perf_counter() > deadline:
+                self._release()
                 break
             time.sleep(1e-5)
+        if self._lies_in_heap:
+            with interrupts.held_back(), heap.keeping_freed_blocks():
+                self._lend_workspace()
+        return not is_shared
+
+    def _lend_workspace(self) -> None:
+        """Let XLA find a block of the heap that no other takes in the meantime."""
+        workspace, self._workspace = self._workspace, None  # not another thread's
+        if workspace is None:
+            workspace = Workspace(self._block_bytes)
         else:
-            self._release()
-        if not is_shared or block_bytes > heap.MAPPED_BYTES:
-            return not is_shared
-        with heap.keeping_freed_blocks():
-            workspace, self._workspace = self._workspace, None  # not another thread's
-            if workspace is None:
-                workspace = Workspace(block_bytes)
-            else:
-                workspace.take()
-            held_bytes = workspace.held * heap.PAGE_BYTES
-            if self._kept_bytes() - held_bytes > self._room_bytes - block_bytes:
-                self._release(held_bytes)
-            workspace.give(block_bytes)
-            self._workspace = workspace
-        return False
+            workspace.take()
+        workspace.keep(self._block_bytes)
+        held_bytes = workspace.held * heap.PAGE_BYTES
+        if self._kept_bytes() - held_bytes > self._room_bytes - self._block_bytes:
+            self._release(held_bytes)
+        workspace.give(self._block_bytes)
+        self._workspace = workspace
 
     def _kept_bytes(self) -> int:
         """What the process holds besides arguments and the least that it held so."""

@@ -108,6 +108,7 @@ def contributions(
             known[json.dumps(row["update"])] = row["score"]
 
     def scored(fractions: dict[str, float]) -> float:
+        fractions = {pattern: float(x) for pattern, x in fractions.items()}
         key = json.dumps(fractions)
         if key not in known:
             known[key] = float(score(Update(fractions) if fractions else None))
