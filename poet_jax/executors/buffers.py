@@ -30,7 +30,8 @@ NOTICED_BYTES = 2**20
 # from run to run. No buffer lies idle there.
 SCRATCH_BYTES = 4 * 2**20
 # What the process may hold beyond the limit before its heap is trimmed, which takes
-# 10 ms.
+# 10 ms; and how much more than before when a run begins.
+EXCESS_BYTES = 4 * 2**20
 GROWTH_BYTES = 2 * 2**20
 # Beyond the largest workspace, as small results may lie where it began.
 SLACK_BYTES = 8 * 2**20
@@ -296,10 +297,13 @@ class Pool:
         if self._has_grown(held_bytes):
             heap.release_blocks()
             held_bytes = self._held_beside(live_bytes)
+        for seconds in (0.0, heap.SETTLING_SECONDS):  # XLA may not have freed all yet
+            if self._base_bytes is None or self._has_grown(held_bytes):
+                time.sleep(seconds)
+                heap.release()
+                held_bytes = self._held_beside(live_bytes)
         if self._base_bytes is None or self._has_grown(held_bytes):
-            time.sleep(heap.SETTLING_SECONDS)
-            heap.release()
-            self._base_bytes = held_bytes = self._held_beside(live_bytes)
+            self._base_bytes = held_bytes
         self._base_bytes = min(self._base_bytes, held_bytes)
 
     def _has_grown(self, held_bytes: int) -> bool:
@@ -359,7 +363,7 @@ class Pool:
                 self._shrink(excess_bytes + spared_bytes, row)
                 if self._excess_bytes(new_bytes) > 0:
                     heap.release_blocks()
-                    if self._excess_bytes(new_bytes) > GROWTH_BYTES:
+                    if self._excess_bytes(new_bytes) > EXCESS_BYTES:
                         heap.release()
         for pages, until in needing:
             pages.fill(until)
