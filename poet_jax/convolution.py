@@ -108,7 +108,7 @@ def is_of_floats(equation: Equation) -> bool:
 
 
 def _is_plain(equation: Equation) -> bool:
-    """Whether it is such a convolution of an image as it is, without groups."""
+    """Whether it is a convolution of floats, of an image as it is, without groups."""
     params = equation.params
     return (
         is_of_floats(equation)

@@ -60,6 +60,7 @@ class Lanes:
 
     Attributes:
       compute, storage: seconds until each is done with what ran so far.
+      departure: seconds until a value's copy to storage is done, while it has not left.
     """
 
     def __init__(self, program: Program, costs: Costs):
