@@ -110,7 +110,9 @@ def traced(name: str, kind: str) -> poet_jax.Graph:
         moments = jax.eval_shape(optimizer.init, params)
         step = jax.jit(training_step(case.loss, optimizer), donate_argnums=0)
         graph = poet_jax.trace(step, (params, rest, moments), batch)
-    return poet_jax.order(poet_jax.coarsen(graph))
+    coarse = poet_jax.coarsen(graph)
+    # `order` would keep operands instead of gradients, which take no room there.
+    return coarse if kind == "activations" else poet_jax.order(coarse)
 
 
 def load(name: str, kind: str) -> tuple[poet_jax.Graph, poet_jax.Costs]:

@@ -1,8 +1,10 @@
 """Results written over operands that nobody needs any more."""
 
+import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
 
 from poet_jax.compile import RECYCLED_BYTES, Pairs, Unit, compile_units, is_plain
 from poet_jax.graph import Graph, Literal, Node
@@ -10,28 +12,60 @@ from poet_jax.graph import Graph, Literal, Node
 # Each element of their result depends on others than the operand's at its place.
 NOT_IN_PLACE = ("dot_general", "conv_general_dilated", "transpose", "rev", "gather")
 
-_known: "weakref.WeakKeyDictionary[Graph, tuple[Pairs, ...]]"
-_known = weakref.WeakKeyDictionary()
+_known: "weakref.WeakKeyDictionary[Graph, _InPlace]" = weakref.WeakKeyDictionary()
 
 
 def replaceable(graph: Graph) -> tuple[Pairs, ...]:
-    """[N] pairs (old, new) of values: a node writes `new`, and may write it over `old`,
-    an argument of the same shape and type that is donated or on storage and that no
-    later node reads.
+    """[N] what each node may write over, (old, new), if nodes run in this order."""
+    return _in_place(graph).replaceable
+
+
+def replaced(graph: Graph, number: int, dead: Collection[int]) -> Pairs:
+    """Pairs (old, new) of values: a node writes `new`, and may write it over `old`, one
+    of `dead`, which nobody reads after it, and an argument of the same shape and type
+    that is donated or on storage.
 
     So an optimizer's update takes no more memory than the state that it replaces.
     Values below `RECYCLED_BYTES` have no part in it: a step of small ones is faster as
     one executable than it is lean node by node.
     """
-    if graph not in _known:
+    return _in_place(graph).replaced(number, dead)
+
+
+class _InPlace:
+    """What nodes may write over; of a graph, which it does not keep alive."""
+
+    def __init__(self, graph: Graph):
+        self._graph: Any = weakref.proxy(graph)
         free = graph.donated.union(graph.stored).difference(graph.returned)
         large = {v for v in free if graph.values[v].nbytes >= RECYCLED_BYTES}
-        found = []
-        for number, node in enumerate(graph.nodes):
-            last = [v for v in node.reads if graph.readers[v][-1] == number]
-            olds = large.intersection(last) if node.equations else ()
-            found.append(pairs(graph, [node], node.writes, olds) if olds else ())
-        _known[graph] = tuple(found)
+        self.olds = [
+            large.intersection(node.reads) if node.equations else frozenset()
+            for node in graph.nodes
+        ]
+        self._pairs: dict[tuple[int, frozenset[int]], Pairs] = {}
+
+    def replaced(self, number: int, dead: Collection[int]) -> Pairs:
+        if not self.olds[number]:
+            return ()
+        key = number, frozenset(self.olds[number].intersection(dead))
+        if key not in self._pairs:
+            node = self._graph.nodes[number]
+            self._pairs[key] = pairs(self._graph, [node], node.writes, key[1])
+        return self._pairs[key]
+
+    @functools.cached_property
+    def replaceable(self) -> tuple[Pairs, ...]:
+        readers = self._graph.readers
+        return tuple(
+            self.replaced(number, [v for v in olds if readers[v][-1] == number])
+            for number, olds in enumerate(self.olds)
+        )
+
+
+def _in_place(graph: Graph) -> _InPlace:
+    if graph not in _known:
+        _known[graph] = _InPlace(graph)
     return _known[graph]
 
 
@@ -40,7 +74,7 @@ def node_workspaces(graph: Graph, numbers: Iterable[int]) -> list[int]:
     units = [
         Unit.of(graph, n, replaces)
         for n in numbers
-        for replaces in {(), replaceable(graph)[n]}
+        for replaces in {(), replaced(graph, n, graph.nodes[n].reads)}
     ]
     most: dict[int, int] = {}
     for unit, executable in zip(units, compile_units(graph, units), strict=True):

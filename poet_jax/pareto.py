@@ -8,8 +8,13 @@ from collections.abc import Iterable
 from poet_jax.errors import BudgetTooSmall
 from poet_jax.figures import new_figure
 from poet_jax.graph import Graph
-from poet_jax.plan import Budget, BudgetLike, Plan, Planner, parse_budget
-from poet_jax.planners.judge import fits, judge_plan, keep_everything
+from poet_jax.plan import Budget, BudgetLike, Plan, Planner, Status, parse_budget
+from poet_jax.planners.judge import (
+    fits,
+    judge_plan,
+    keep_everything,
+    least_objective,
+)
 from poet_jax.planners.milp import MilpPlanner
 from poet_jax.price import Costs
 from poet_jax.simulate import Usage
@@ -128,9 +133,10 @@ def pareto(
       store_bytes: room on the device's storage, for budgets that do not say.
 
     A point costs no more than one with less memory whose plan keeps its limits, and its
-    bound is no lower than that of one with more of everything. Memory in which no plan
-    keeps the other limits of its budget has no point. Plans are of the graph node by
-    node: as one executable the step may need less (`Schedule`).
+    bound is no lower than that of one with more of everything and the same order of
+    nodes. Memory in which no plan keeps the other limits of its budget has no point.
+    Plans are of the graph node by node: as one executable the step may need less
+    (`Schedule`).
 
     Raises ValueError for a budget that cannot be read, and BudgetTooSmall if the limits
     of the largest one leave no plan.
@@ -166,7 +172,12 @@ def pareto(
             continue  # no plan in so little RAM keeps the other limits
         if last is not None and last.objective < plan.objective:
             # Its bound and status are of less memory, where the optimum may be higher.
-            plan = dataclasses.replace(last, bound=plan.bound, status=plan.status)
+            bound, status = plan.bound, plan.status
+            if last.order != plan.order:
+                objective = getattr(planner, "objective", "energy")
+                bound = least_objective(graph, costs, objective)
+                status = Status.FEASIBLE
+            plan = dataclasses.replace(last, bound=bound, status=status)
         plans.append(plan)
         chosen.append(budget)
     smallest_bytes = chosen[0].memory_bytes
@@ -174,7 +185,8 @@ def pareto(
         bound = max(
             other.bound
             for more, other in zip(chosen, plans, strict=True)
-            if all(a >= b for a, b in zip(_limits(more), _limits(budget), strict=True))
+            if other.order == plan.order
+            and all(a >= b for a, b in zip(_limits(more), _limits(budget), strict=True))
         )
         plans[number] = dataclasses.replace(plan, bound=min(bound, plan.objective))
     points = [

@@ -8,7 +8,7 @@ import math
 import numbers
 import os
 import pathlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from poet_jax.errors import PlanInvalid
@@ -143,7 +143,7 @@ class Plan:
         a value whose copy to storage need not be waited for at once has its `Free`.
       status: what is proven.
       objective: the whole step's joules, or seconds, under the rules of `simulate`.
-      bound: no staged plan (see `Stages`) for this order has a lower objective.
+      bound: no staged plan (see `Stages`) for its `order` has a lower objective.
       gap: (objective - bound) / objective.
       planner: who made it.
       solve_seconds: how long that took.
@@ -159,6 +159,20 @@ class Plan:
     solve_seconds: float = 0.0
     statistics: dict[str, int] = dataclasses.field(default_factory=dict)
     resident: frozenset[int] = frozenset()
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The nodes in the order in which they run first: the graph's, mostly."""
+        computes = (x.node for x in self.actions if isinstance(x, Compute))
+        return tuple(dict.fromkeys(computes))
+
+    def renumbered(self, numbers: Mapping[int, int]) -> "Plan":
+        """The plan for a graph in which node n is called `numbers[n]`."""
+        actions = (
+            Compute(numbers[x.node]) if isinstance(x, Compute) else x
+            for x in self.actions
+        )
+        return dataclasses.replace(self, actions=tuple(actions))
 
     @property
     def gap(self) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 from poet_jax.compile import Pairs
 from poet_jax.errors import PlanInvalid
 from poet_jax.graph import Graph
-from poet_jax.in_place import replaceable
+from poet_jax.in_place import replaced
 from poet_jax.plan import Action, Compute, Free, PageIn, PageOut, Plan
 
 
@@ -84,7 +84,7 @@ class Program:
         """By instruction, pairs (old, new): `new` is written over `old`.
 
         So a node does that runs for the first time, with what is freed right after it,
-        where `replaceable` allows it; and a `Fused` as it says.
+        where `replaced` allows it; and a `Fused` as it says.
         """
         found: dict[int, Pairs] = {}
         run: set[int] = set()
@@ -92,9 +92,7 @@ class Program:
             if isinstance(x, Fused) and x.replaces:
                 found[row] = x.replaces
             elif isinstance(x, Compute) and x.node not in run:
-                possible = replaceable(self.graph)[x.node]
-                freed = self._freed_after(row) if possible else {}
-                if pairs := tuple(pair for pair in possible if pair[0] in freed):
+                if pairs := replaced(self.graph, x.node, self._freed_after(row)):
                     found[row] = pairs
             run.update(computed(x))
         return found

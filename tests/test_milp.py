@@ -2,19 +2,24 @@
 
 import dataclasses
 import fnmatch
+import os
 import shutil
 import subprocess
 import sys
 import threading
 import types
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import HEURISTICS, attempt, budgeted_graphs, graphs, peak_bytes, solvers
 
 import poet_jax
+from poet_jax.order import late
 from poet_jax.planners import milp, solver
 
 by_solver = pytest.mark.parametrize("solver", ["CBC", "HIGHS"])
@@ -204,6 +209,18 @@ def test_the_solvers_process_ends_when_planning_is_over(monkeypatch):
     assert [worker.returncode for worker in workers] == [0] * len(workers) != []
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_the_solver_does_not_write_where_the_caller_is(monkeypatch, tmp_path):
+    """CBC writes bad8.mps, and the like, into the folder that its process is in."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(solver, "_idle", {})
+    graph, costs = twelve_nodes()
+    poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(40))
+    (worker,) = solver._idle
+    assert os.readlink(f"/proc/{worker.pid}/cwd") != str(tmp_path)
+    worker.communicate()
+
+
 def test_ctrl_c_returns_the_best_plan_so_far(monkeypatch, caplog):
     graph, costs = twelve_nodes()
 
@@ -262,3 +279,71 @@ def test_a_pinned_value_is_left_alone(case, pin, pattern):
     paged -= {*graph.stored, *graph.landing}
     assert pin == "never_remat" or pinned.isdisjoint(paged)
     assert pin == "never_page" or pinned.isdisjoint(repeated)
+
+
+def large_step():
+    """AdamW of eight layers, whose state a budget of half has hardly room for."""
+    optimizer = optax.adamw(1e-3)
+
+    def step(state, x):
+        def loss(weights):
+            y = x
+            for w in weights:
+                y = jnp.tanh(y @ w)
+            return jnp.mean(y**2)
+
+        weights, moments = state
+        value, gradients = jax.value_and_grad(loss)(weights)
+        changes, moments = optimizer.update(gradients, moments, weights)
+        return (optax.apply_updates(weights, changes), moments), value
+
+    keys = jax.random.split(jax.random.key(0), 8)
+    weights = [jax.random.normal(key, (512, 512)) / 20 for key in keys]
+    return step, (weights, optimizer.init(weights)), jnp.ones((2048, 512))
+
+
+def in_late_order(graph, costs, budget):
+    """A greedy plan in which the updates come last."""
+    numbers = late(graph)
+    assert list(numbers) != sorted(numbers)
+    nodes = tuple(graph.nodes[number] for number in numbers)
+    moved = dataclasses.replace(graph, nodes=nodes)
+    plan = poet_jax.greedy(moved, costs.of(numbers, range(len(graph.values))), budget)
+    return plan.renumbered(dict(enumerate(numbers)))
+
+
+def test_a_step_runs_in_the_order_of_its_plan(tmp_path):
+    step, state, x = large_step()
+    options = dict(donate_argnums=0, device=poet_jax.devices.JETSON_TX2)
+    scheduled = poet_jax.schedule(step, "50%", planner=in_late_order, **options)
+    schedule = scheduled.plan(state, x)
+    assert list(schedule.plan.order) != sorted(schedule.plan.order)
+    assert schedule.plan.objective == pytest.approx(schedule.usage.joules)
+    schedule.to_json(tmp_path / "plan.json")
+    again = schedule.from_json(tmp_path / "plan.json")
+    assert again.plan == schedule.plan
+    assert again.usage.joules == schedule.usage.joules
+    assert len(schedule.reasons()) == len(schedule.graph.values)
+
+    expected = jax.jit(step)(state, x)
+    result = scheduled(jax.tree.map(jnp.copy, state), x)
+    for a, b in zip(*map(jax.tree.leaves, (result, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    assert scheduled.last_run.peak_bytes == schedule.usage.peak_bytes
+
+
+def test_a_plan_in_either_order_is_a_start():
+    """With a second for both orders, the planner ends no worse than it starts."""
+    step, state, x = large_step()
+    jitted = jax.jit(step, donate_argnums=0)
+    graph = poet_jax.order(poet_jax.coarsen(poet_jax.trace(jitted, state, x)))
+    costs = poet_jax.price(graph, poet_jax.devices.JETSON_TX2)
+    budget = poet_jax.Budget(peak_bytes(graph, costs) // 2)
+    planner = poet_jax.MilpPlanner(time_limit_seconds=1, progress=False)
+    for start in (in_late_order, poet_jax.greedy):
+        given = start(graph, costs, budget)
+        plan = planner(graph, costs, budget, given)
+        assert plan.bound <= plan.objective <= given.objective
+        usage = poet_jax.simulate(poet_jax.lower(graph, plan), costs)
+        assert usage.peak_bytes <= budget.memory_bytes
+        assert usage.joules == pytest.approx(plan.objective)

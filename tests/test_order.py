@@ -5,10 +5,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from strategies import graphs, peak_bytes
 
 import poet_jax
+from poet_jax.order import late
+from poet_jax.planners.judge import keep_everything
 
 
 def graph_of(sizes, edges, outputs):
@@ -84,8 +87,25 @@ def test_ordering_again_raises_nothing(case):
     assert peak_bytes(poet_jax.order(once), costs) <= peak_bytes(once, costs)
 
 
-def test_a_training_step_needs_less():
-    """Gradient descent: in jaxpr order every gradient waits for the last one."""
+@settings(max_examples=200)
+@given(case=graphs(min_nodes=1, max_nodes=12))
+def test_late_is_another_order_of_the_same_step(case):
+    graph, costs = case
+    numbers = late(graph)
+    nodes = tuple(graph.nodes[number] for number in numbers)
+    moved = dataclasses.replace(graph, nodes=nodes)
+    assert sorted(numbers) == list(range(len(graph.nodes)))
+    # Raises if a node runs before what it reads is there.
+    keep_everything(moved, costs.of(numbers, range(len(graph.values))))
+    effects = [number for number in numbers if not graph.nodes[number].repeatable]
+    assert effects == sorted(effects)
+    waits = [a > b for a, b in zip(numbers, numbers[1:], strict=False)]
+    assert sum(waits) <= 1  # two runs, each in the graph's order
+
+
+def descent(width: int, batch: int, layers: int = 6):
+    """A step of gradient descent, coarse, in jaxpr order: all gradients wait for the
+    last one."""
 
     def step(weights, x):
         def loss(weights):
@@ -97,9 +117,40 @@ def test_a_training_step_needs_less():
         gradients = jax.grad(loss)(weights)
         return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)]
 
-    weights = [jnp.ones((64, 64))] * 6
+    weights = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers
+    x = jax.ShapeDtypeStruct((batch, width), jnp.float32)
     jitted = jax.jit(step, donate_argnums=0)
-    graph = poet_jax.coarsen(poet_jax.trace(jitted, weights, jnp.ones((8, 64))))
+    return poet_jax.coarsen(poet_jax.trace(jitted, weights, x))
+
+
+def updates(graph) -> list[int]:
+    """The places of the nodes that write new weights."""
+    return [n for n, x in enumerate(graph.nodes) if set(x.writes) & set(graph.outputs)]
+
+
+@pytest.mark.parametrize("batch", [8, 2048], ids=["large weights", "small weights"])
+def test_an_update_comes_with_its_gradient_and_in_late_at_the_end(batch):
+    """Gradients of 4 MiB, made of two values of 32 KiB, or of 8 MiB."""
+    graph = poet_jax.order(descent(1024, batch))
+    places, count = updates(graph), len(graph.nodes)
+    gradients = [max(graph.producer[v] for v in graph.nodes[n].reads
+                     if v in graph.producer) for n in places]  # fmt: skip
+    assert [n - gradient for n, gradient in zip(places, gradients, strict=True)] == (
+        [1] * len(places)
+    )
+    # Not one after the other at the end: the next layer's are after the first update.
+    assert places[0] < count - 2 * len(places)
+    numbers = late(graph)
+    assert set(numbers[-len(places) :]) <= {*places, *gradients}
+    moved = tuple(graph.nodes[number] for number in numbers)
+    last = updates(dataclasses.replace(graph, nodes=moved))
+    if batch == 2048:  # a gradient is smaller than what it is made of: it does not wait
+        assert last == list(range(count - len(places), count))
+
+
+def test_a_training_step_needs_less():
+    weights = [jnp.ones((64, 64))] * 6
+    graph = descent(64, 8)
     ordered = poet_jax.order(graph)
     none = np.zeros(len(graph.nodes), int)
     zeros = np.zeros(len(graph.values))

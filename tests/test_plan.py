@@ -5,6 +5,9 @@ import json
 import os
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import attempt, budgeted_graphs
 
 import poet_jax
 from poet_jax.plan import (
@@ -17,6 +20,7 @@ from poet_jax.plan import (
     plan_to_dict,
     save_json,
 )
+from poet_jax.schedule import Schedule
 
 
 def chain(count):
@@ -164,3 +168,43 @@ def test_what_a_killed_process_left_of_a_file_goes_with_the_next_one(tmp_path):
         "plan[1].json",
         f"plan[1].json.{os.getppid()}.part",
     ]
+
+
+def another_order(graph, rng) -> list[int]:
+    """Random, but for effects, and with every node after those it reads from."""
+    waiting, numbers = set(range(len(graph.nodes))), []
+    while waiting:
+        effects = [n for n in waiting if not graph.nodes[n].repeatable]
+        ready = [
+            n
+            for n in sorted(waiting)
+            if not waiting & {graph.producer.get(v) for v in graph.nodes[n].reads}
+            and (n not in effects or n == min(effects))
+        ]
+        numbers.append(rng.choice(ready))
+        waiting.remove(numbers[-1])
+    return numbers
+
+
+@settings(max_examples=200)
+@given(case=budgeted_graphs(), rng=st.randoms(use_true_random=False))
+def test_a_plan_in_another_order_uses_the_same(case, rng):
+    graph, costs, memory_bytes = case
+    numbers = another_order(graph, rng)
+    nodes = tuple(graph.nodes[number] for number in numbers)
+    moved = dataclasses.replace(graph, nodes=nodes)
+    moved_costs = costs.of(numbers, range(len(graph.values)))
+    plan = attempt(poet_jax.greedy, moved, moved_costs, memory_bytes)
+    if isinstance(plan, poet_jax.BudgetTooSmall):
+        return
+    here = plan.renumbered(dict(enumerate(numbers)))
+    assert list(here.order) == numbers and plan.order == tuple(range(len(numbers)))
+    there = poet_jax.simulate(poet_jax.lower(moved, plan), moved_costs)
+    usage = poet_jax.simulate(poet_jax.lower(graph, here), costs)
+    assert usage.peak_bytes == there.peak_bytes
+    assert usage.store_bytes == there.store_bytes
+    assert usage.seconds == pytest.approx(there.seconds, rel=1e-9)
+    assert usage.joules == pytest.approx(there.joules, rel=1e-9)
+    program = poet_jax.lower(graph, here)
+    runs = Schedule.of(graph, costs, poet_jax.Budget(memory_bytes), here).matrices().R
+    assert runs.sum(axis=0).tolist() == [program.runs[n] for n in range(len(numbers))]

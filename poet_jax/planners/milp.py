@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from poet_jax import progress
 from poet_jax.errors import BudgetTooSmall
 from poet_jax.graph import Graph
+from poet_jax.order import late
 from poet_jax.plan import Budget, Plan, Status
 from poet_jax.planners.formulation import Formulation
 from poet_jax.planners.greedy import evict
@@ -41,6 +42,10 @@ logger = logging.getLogger("poet_jax")
 
 # Up to this many nodes `Formulation` is solved; beyond, `Rounds`.
 EXACT_NODES = 32
+
+# If the best plan costs at most this times what every plan does, other orders of the
+# nodes are not tried.
+CHEAP = 1.005
 
 # If the best plan costs more than this times the bound, half of the time is kept for
 # choosing parts of it anew.
@@ -99,10 +104,45 @@ class MilpPlanner:
     def __call__(
         self, graph: Graph, costs: Costs, budget: Budget, start: Plan | None = None
     ) -> Plan:
-        """A plan that costs no more than `start`, where that is one that fits."""
-        since = time.monotonic()
-        search = _Search(self, self.restrict(graph), costs, budget, since)
-        return search.plan(start)
+        """A plan that costs no more than `start`, one of this planner's, if that
+        fits."""
+        numbers = late(graph)
+        search = _Search(self, self.restrict(graph), costs, budget)
+        one = len(graph.nodes) <= EXACT_NODES or list(numbers) == sorted(numbers)
+        if one or budget.memory_bytes < floor_bytes(search.graph, costs):
+            search.run(self.time_limit_seconds, start)
+            return search.plan()
+        return self._plan_in_two_orders(search, numbers, start)
+
+    def _plan_in_two_orders(
+        self, given: "_Search", numbers: tuple[int, ...], start: Plan | None
+    ) -> Plan:
+        """The better of `given`'s plan and one in the order `numbers` of its nodes:
+        each has a quarter of the time, and the better one what is left."""
+        graph, costs, trial = given.graph, given.costs, self.time_limit_seconds / 4
+        moved = dataclasses.replace(
+            graph, nodes=tuple(graph.nodes[number] for number in numbers)
+        )
+        costs = costs.of(numbers, range(len(graph.values)))
+        places = {number: place for place, number in enumerate(numbers)}
+        moved_start = start and start.renumbered(places)
+        searches = [given]
+        given.run(trial, start)
+        if not (given.is_interrupted or (start is None and given.is_cheap())):
+            searches.append(_Search(self, moved, costs, given.budget, given.since))
+            try:
+                searches[-1].run(2 * trial, moved_start)
+            except KeyboardInterrupt:
+                if given.best is None:
+                    raise
+        best = min(searches, key=_Search.least)
+        if any(search.is_interrupted for search in searches):
+            best.statistics["interrupted"] = 1
+        else:
+            best.run(self.time_limit_seconds)
+        if best is given or best.best is None:
+            return given.plan()
+        return best.plan().renumbered(dict(enumerate(numbers)))
 
     def restrict(self, graph: Graph) -> Graph:
         """`graph` with the planner's switches and pins as what its parts allow."""
@@ -155,18 +195,32 @@ def _matching(graph: Graph, pin: str, patterns: Iterable[str]) -> set[int]:
 class _Search:
     """One call of the planner: an incumbent that the simulator accepts, and a bound."""
 
-    def __init__(self, planner: MilpPlanner, graph, costs, budget, since: float):
-        self.planner, self.graph, self.costs = planner, graph, costs
-        self.budget, self.since = budget, since
+    def __init__(
+        self,
+        planner: MilpPlanner,
+        graph: Graph,
+        costs: Costs,
+        budget: Budget,
+        since: float | None = None,
+    ):
+        self.planner, self.graph, self.costs, self.budget = (
+            planner,
+            graph,
+            costs,
+            budget,
+        )
+        self.since = time.monotonic() if since is None else since
+        self.limit_seconds = planner.time_limit_seconds  # since then
         self.bound = least_objective(graph, costs, planner.objective)
         self.best: Judged | None = None
         self.solver_found = False  # a plan, however good
+        self.is_interrupted = False
+        self.by_cuts: Rounds | None = None
         self.kept_seconds = 0.0  # for `improve`
         self.statistics: dict[str, int] = {}
 
     def seconds_left(self) -> float:
-        limit = self.planner.time_limit_seconds
-        return max(1.0, limit - (time.monotonic() - self.since))
+        return max(1.0, self.limit_seconds - (time.monotonic() - self.since))
 
     def value(self, judged: Judged) -> float:
         return objective_of(judged.usage, self.planner.objective)
@@ -177,11 +231,19 @@ class _Search:
         ):
             self.best = judged
 
+    def least(self) -> float:
+        """The objective of the best plan; infinite without one."""
+        return math.inf if self.best is None else self.value(self.best)
+
     def is_optimal(self) -> bool:
         if self.best is None:
             return False
-        value = self.value(self.best)
-        return value - self.bound <= self.planner.gap * abs(value)
+        return self.least() - self.bound <= self.planner.gap * abs(self.least())
+
+    def is_cheap(self) -> bool:
+        """Whether no order of the nodes could have a much better plan."""
+        least = least_objective(self.graph, self.costs, self.planner.objective)
+        return self.least() <= CHEAP * least
 
     def __str__(self) -> str:
         """For the progress line."""
@@ -196,23 +258,31 @@ class _Search:
             f"{show(self.bound)}, {self.seconds_left():.0f} s left"
         )
 
-    def plan(self, start: Plan | None) -> Plan:
-        for resident in ((), self.graph.successors):
-            graph = self.graph.with_resident(resident)
-            self.consider(keep_everything(graph, self.costs))
+    def run(self, limit_seconds: float, start: Plan | None = None) -> None:
+        """Look for plans until so much of the planning's time is over, or go on."""
+        self.limit_seconds = limit_seconds
+        if self.best is None:
+            for resident in ((), self.graph.successors):
+                graph = self.graph.with_resident(resident)
+                self.consider(keep_everything(graph, self.costs))
         if start is not None and not self.is_optimal():
-            self.consider_repaired(judge_plan(self.graph, self.costs, start))
+            if list(start.order) == sorted(start.order):
+                self.consider_repaired(judge_plan(self.graph, self.costs, start))
         try:
             with progress.line(self.__str__, self.planner.progress):
                 if not (self.is_optimal() or is_too_late(self.costs, self.budget)):
                     self.search()
         except KeyboardInterrupt:
+            self.is_interrupted = True
             if self.best is None:
                 self.heuristics()
             if self.best is None:
                 raise
             self.statistics["interrupted"] = 1
             logger.warning("planning was interrupted: the best plan so far is used")
+
+    def plan(self) -> Plan:
+        """The best plan. Raises BudgetTooSmall if there is none."""
         fastest = self.fastest()
         if self.best is None:
             error = self.too_small(fastest)  # the leanest plan may be within the budget
@@ -241,15 +311,16 @@ class _Search:
             time_limit_seconds=max(self.seconds_left(), limit / 4),
         )
         budget = dataclasses.replace(self.budget, seconds=None)
-        parts = planner, self.graph, self.costs, budget
-        plan = _Search(*parts, time.monotonic()).plan(None)
+        search = _Search(planner, self.graph, self.costs, budget)
+        search.run(planner.time_limit_seconds)
+        plan = search.plan()
         self.consider(judge_plan(self.graph, self.costs, plan))
         return plan
 
     def search(self) -> None:
         """Heuristics, then programs; the other way round for many nodes."""
         many = len(self.graph.nodes) > MANY_NODES
-        if not many:
+        if not many and self.by_cuts is None:
             self.heuristics()
         if not self.is_optimal():
             self.solve()
@@ -313,9 +384,9 @@ class _Search:
     def solve_by_cuts(self) -> None:
         """Solve with cuts added where plans exceed the budget, until one does not, and
         choose parts of the best plan anew; then both once more in the time left."""
-        rounds = self.rounds(self.budget)
-        for kept in (self.planner.time_limit_seconds / 2, 0.0):
-            self.kept_seconds = kept
+        rounds = self.by_cuts = self.by_cuts or self.rounds(self.budget)
+        for kept in (self.limit_seconds / 2, 0.0):
+            self.kept_seconds = min(kept, self.seconds_left() / 2)
             for bound, judged in rounds:
                 self.raise_bound(bound)
                 if judged is not None:

@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -123,6 +124,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a solver prints is no answer
+    os.chdir(tempfile.gettempdir())  # CBC writes programs that it fails at to files
     # A model collected while another one solves would deadlock in python-mip.
     gc.disable()
     while True:
