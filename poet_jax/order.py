@@ -4,19 +4,22 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
 
-from poet_jax.coarsen import TINY_BYTES
 from poet_jax.graph import Graph, Node
 from poet_jax.in_place import replaceable, replaced
+
+# A node that starts so many times what it ends may still rise: the first update has
+# the step counter's scalars, too, and all other updates wait for these.
+ROUGHLY = 1.1
 
 
 def order(graph: Graph) -> Graph:
     """The same nodes in an order whose keep-all peak is no higher, usually lower.
 
     Three passes. A node that starts more bytes than it ends sinks to just before its
-    first reader; a node that ends at least as many as it starts (an optimizer update, a
-    weight's gradient) rises to just after the last of its producers; and a gradient
-    that the first pass took to its update rises with that. The first pass is left out,
-    or all are, where that lowers the peak.
+    first reader; a node that ends about as many as it starts, or more (an optimizer
+    update, a weight's gradient) rises to just after the last of its producers; and a
+    gradient that the first pass took to its update rises with that. The first pass is
+    made only if it lowers the peak, and none is if they raise it.
     """
     nodes = list(graph.nodes)
     candidates = [
@@ -55,7 +58,6 @@ def _with_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
 def _sink(graph: Graph, sequence: list[Node]) -> list[Node]:
     """Move nodes that start more than they end to just before their first reader."""
     result: list[Node] = []  # in reverse
-    tiny_bytes = _tiny_bytes(graph)
     later_reads = set(graph.returned)
     for node in reversed(sequence):
         ended = sum(
@@ -63,7 +65,7 @@ def _sink(graph: Graph, sequence: list[Node]) -> list[Node]:
         )
         started = _started(graph, node)
         place = len(result)
-        if node.repeatable and started > ended + tiny_bytes:
+        if node.repeatable and started > ended:
             writes = set(node.writes)
             readers = [
                 i for i, other in enumerate(result) if writes.intersection(other.reads)
@@ -75,10 +77,9 @@ def _sink(graph: Graph, sequence: list[Node]) -> list[Node]:
 
 
 def _rise(graph: Graph, sequence: list[Node]) -> list[Node]:
-    """Move nodes that end at least what they start to just after their last producer,
-    or the first reader of what comes from storage."""
+    """Move nodes that end about what they start, or more, to just after their last
+    producer, or the first reader of what comes from storage."""
     result: list[Node] = []
-    tiny_bytes = _tiny_bytes(graph)
     for index, node in enumerate(sequence):
         place = len(result)
         if node.repeatable:
@@ -94,7 +95,7 @@ def _rise(graph: Graph, sequence: list[Node]) -> list[Node]:
                 still_read.update(other.reads)
             reads = set(node.reads) - still_read
             ended = sum(_freeable(graph, v) for v in reads)
-            if earliest and _started(graph, node) <= ended + tiny_bytes:
+            if earliest and _started(graph, node) <= ROUGHLY * ended:
                 place = earliest
         result.insert(place, node)
     return result
@@ -109,7 +110,6 @@ def _rise_in_pairs(graph: Graph) -> Graph:
     not go above another reader of what the update writes over.
     """
     sequence, returned = list(range(len(graph.nodes))), set(graph.returned)
-    tiny_bytes = _tiny_bytes(graph)
     for first, second in itertools.pairwise(range(len(graph.nodes))):
         pair = [graph.nodes[first], graph.nodes[second]]
         made = set(pair[0].writes)
@@ -119,6 +119,8 @@ def _rise_in_pairs(graph: Graph) -> Graph:
         if not (olds and alone and all(node.repeatable for node in pair)):
             continue
         places = {number: place for place, number in enumerate(sequence)}
+        if places[second] != places[first] + 1:  # it went with the node before it
+            continue
         above = [graph.producer[v] for v in reads if v in graph.producer]
         above += [n for v in olds for n in graph.readers[v] if n != second]
         earliest = 1 + max((places[n] for n in above), default=-1)
@@ -127,7 +129,7 @@ def _rise_in_pairs(graph: Graph) -> Graph:
             for v in reads - returned
             if all(places[n] <= places[second] for n in graph.readers[v])
         )
-        if made & returned or _started(graph, pair[1]) > ended + tiny_bytes:
+        if made & returned or _started(graph, pair[1]) > ROUGHLY * ended:
             continue
         live, needed = _profile(graph, sequence)
         later_bytes = list(itertools.accumulate(reversed(needed), max))[::-1]
@@ -137,12 +139,6 @@ def _rise_in_pairs(graph: Graph) -> Graph:
                 sequence[place:place] = [first, second]
                 break
     return _with_nodes(graph, (graph.nodes[number] for number in sequence))
-
-
-def _tiny_bytes(graph: Graph) -> int:
-    """What does not count as started: a step counter that goes with an update."""
-    largest = max((value.nbytes for value in graph.values), default=0)
-    return min(TINY_BYTES, largest // 1000)
 
 
 def _started(graph: Graph, node: Node) -> int:

@@ -43,6 +43,9 @@ logger = logging.getLogger("poet_jax")
 # Up to this many nodes `Formulation` is solved; beyond, `Rounds`.
 EXACT_NODES = 32
 
+# Of more nodes than this for each second there is only time for one order.
+NODES_PER_SECOND = 15
+
 # If the best plan costs at most this times what every plan does, other orders of the
 # nodes are not tried.
 CHEAP = 1.005
@@ -108,7 +111,8 @@ class MilpPlanner:
         fits."""
         numbers = late(graph)
         search = _Search(self, self.restrict(graph), costs, budget)
-        one = len(graph.nodes) <= EXACT_NODES or list(numbers) == sorted(numbers)
+        most = NODES_PER_SECOND * self.time_limit_seconds
+        one = not EXACT_NODES < len(numbers) <= most or list(numbers) == sorted(numbers)
         if one or budget.memory_bytes < floor_bytes(search.graph, costs):
             search.run(self.time_limit_seconds, start)
             return search.plan()
@@ -118,8 +122,8 @@ class MilpPlanner:
         self, given: "_Search", numbers: tuple[int, ...], start: Plan | None
     ) -> Plan:
         """The better of `given`'s plan and one in the order `numbers` of its nodes:
-        each has a quarter of the time, and the better one what is left."""
-        graph, costs, trial = given.graph, given.costs, self.time_limit_seconds / 4
+        they have half and a quarter of the time, and the better one what is left."""
+        graph, costs, quarter = given.graph, given.costs, self.time_limit_seconds / 4
         moved = dataclasses.replace(
             graph, nodes=tuple(graph.nodes[number] for number in numbers)
         )
@@ -127,11 +131,11 @@ class MilpPlanner:
         places = {number: place for place, number in enumerate(numbers)}
         moved_start = start and start.renumbered(places)
         searches = [given]
-        given.run(trial, start)
+        given.run(2 * quarter, start)
         if not (given.is_interrupted or (start is None and given.is_cheap())):
             searches.append(_Search(self, moved, costs, given.budget, given.since))
             try:
-                searches[-1].run(2 * trial, moved_start)
+                searches[-1].run(3 * quarter, moved_start)
             except KeyboardInterrupt:
                 if given.best is None:
                     raise
@@ -253,9 +257,10 @@ class _Search:
         if self.best is not None:
             value = self.value(self.best)
             found = f"{show(value)}, gap {(value - self.bound) / (value or 1):.2%}"
+        left = self.planner.time_limit_seconds - (time.monotonic() - self.since)
         return (
             f"planning {format_count(len(self.graph.nodes), 'node')}: {found}, bound "
-            f"{show(self.bound)}, {self.seconds_left():.0f} s left"
+            f"{show(self.bound)}, {max(left, 0.0):.0f} s left"
         )
 
     def run(self, limit_seconds: float, start: Plan | None = None) -> None:
