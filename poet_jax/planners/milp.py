@@ -338,7 +338,7 @@ class _Search:
     def heuristics(self) -> None:
         """Evictions with each means alone and both, for an incumbent to start from; no
         more of them once they have one and took a quarter of the time."""
-        enough = 0.75 * self.planner.time_limit_seconds
+        enough = 0.75 * self.limit_seconds
         for remat, paging in self.modes():
             if self.best is not None and self.seconds_left() < enough:
                 return
