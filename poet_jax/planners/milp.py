@@ -122,7 +122,7 @@ class MilpPlanner:
         self, given: "_Search", numbers: tuple[int, ...], start: Plan | None
     ) -> Plan:
         """The better of `given`'s plan and one in the order `numbers` of its nodes:
-        they have half and a quarter of the time, and the better one what is left."""
+        each has a quarter of the time, and the better one what is left."""
         graph, costs, quarter = given.graph, given.costs, self.time_limit_seconds / 4
         moved = dataclasses.replace(
             graph, nodes=tuple(graph.nodes[number] for number in numbers)
@@ -131,11 +131,11 @@ class MilpPlanner:
         places = {number: place for place, number in enumerate(numbers)}
         moved_start = start and start.renumbered(places)
         searches = [given]
-        given.run(2 * quarter, start)
+        given.run(quarter, start)
         if not (given.is_interrupted or (start is None and given.is_cheap())):
             searches.append(_Search(self, moved, costs, given.budget, given.since))
             try:
-                searches[-1].run(3 * quarter, moved_start)
+                searches[-1].run(2 * quarter, moved_start)
             except KeyboardInterrupt:
                 if given.best is None:
                     raise
