@@ -70,11 +70,18 @@ def _in_place(graph: Graph) -> _InPlace:
 
 
 def node_workspaces(graph: Graph, numbers: Iterable[int]) -> list[int]:
-    """Bytes that nodes allocate while they run, in place or not."""
+    """Bytes that nodes allocate while they run, in place or not.
+
+    In another order than the graph's a node may write over more.
+    """
     units = [
         Unit.of(graph, n, replaces)
         for n in numbers
-        for replaces in {(), replaced(graph, n, graph.nodes[n].reads)}
+        for replaces in {
+            (),
+            replaceable(graph)[n],
+            replaced(graph, n, graph.nodes[n].reads),
+        }
     ]
     most: dict[int, int] = {}
     for unit, executable in zip(units, compile_units(graph, units), strict=True):

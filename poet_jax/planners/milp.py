@@ -207,12 +207,8 @@ class _Search:
         budget: Budget,
         since: float | None = None,
     ):
-        self.planner, self.graph, self.costs, self.budget = (
-            planner,
-            graph,
-            costs,
-            budget,
-        )
+        self.planner, self.graph = planner, graph
+        self.costs, self.budget = costs, budget
         self.since = time.monotonic() if since is None else since
         self.limit_seconds = planner.time_limit_seconds  # since then
         self.bound = least_objective(graph, costs, planner.objective)
