@@ -293,21 +293,25 @@ class Pool:
         for buffer in buffers:
             buffer.recall()
         self.idle_bytes = heap.PAGE_BYTES * sum(buffer.held for buffer in buffers)
-        held_bytes = self._held_beside(live_bytes)
-        if self._has_grown(held_bytes):
+        if self._has_grown(live_bytes):
             heap.release_blocks()
-            held_bytes = self._held_beside(live_bytes)
-        for seconds in (0.0, heap.SETTLING_SECONDS):  # XLA may not have freed all yet
-            if self._base_bytes is None or self._has_grown(held_bytes):
+        self._trim_while(lambda: self._has_grown(live_bytes))
+        base_bytes, held_bytes = self._base_bytes, self._held_beside(live_bytes)
+        if (
+            base_bytes is None
+            or not base_bytes <= held_bytes <= base_bytes + GROWTH_BYTES
+        ):
+            self._base_bytes = held_bytes
+
+    def _has_grown(self, live_bytes: int) -> bool:
+        return self._held_beside(live_bytes) > (self._base_bytes or 0) + GROWTH_BYTES
+
+    def _trim_while(self, is_large: Callable[[], bool]) -> None:
+        """Trim the heap, and again after XLA's threads have freed what they used."""
+        for seconds in (0.0, heap.SETTLING_SECONDS):
+            if is_large():
                 time.sleep(seconds)
                 heap.release()
-                held_bytes = self._held_beside(live_bytes)
-        if self._base_bytes is None or self._has_grown(held_bytes):
-            self._base_bytes = held_bytes
-        self._base_bytes = min(self._base_bytes, held_bytes)
-
-    def _has_grown(self, held_bytes: int) -> bool:
-        return held_bytes > (self._base_bytes or 0) + GROWTH_BYTES
 
     def _held_beside(self, live_bytes: int) -> int:
         """Memory of its own that the process holds besides; that of files is noted."""
@@ -363,8 +367,9 @@ class Pool:
                 self._shrink(excess_bytes + spared_bytes, row)
                 if self._excess_bytes(new_bytes) > 0:
                     heap.release_blocks()
-                    if self._excess_bytes(new_bytes) > EXCESS_BYTES:
-                        heap.release()
+                    self._trim_while(
+                        lambda: self._excess_bytes(new_bytes) > EXCESS_BYTES
+                    )
         for pages, until in needing:
             pages.fill(until)
         arrays = [
