@@ -569,6 +569,29 @@ def test_what_the_caller_holds_since_the_last_run_takes_no_room():
         others.append(np.ones(2**24))
 
 
+@pytest.mark.skipif(not heap.returns_pages(), reason="returns pages, as Linux does")
+def test_what_others_free_late_makes_room_before_an_instruction(monkeypatch):
+    """As XLA's threads do, beside other processes."""
+    late, release = [], heap.release
+
+    def release_and_free():
+        release()
+        heap.free_all(late)
+
+    limit, new_bytes = 2**25, 2**24
+    pool = Pool([], limit, on_cpu=True)
+    with heap.keeping_freed_blocks():
+        pool.begin(0)
+        before, _ = heap.held_bytes()
+        late.append(heap.allocate(limit))
+        ctypes.memset(late[0], 1, limit)
+        monkeypatch.setattr(heap, "release", release_and_free)
+        pool.take([], 0, 0, more_bytes=new_bytes)
+        pool.end()
+    after, _ = heap.held_bytes()
+    assert after - before + new_bytes <= limit + buffers.EXCESS_BYTES
+
+
 @pytest.mark.parametrize("dropped", [0, 2**25])
 def test_files_that_the_system_drops_make_no_room(dropped, monkeypatch):
     held, files = 2**27, 2**26
