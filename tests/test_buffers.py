@@ -463,6 +463,24 @@ def test_scratch_lies_in_the_pages_of_the_workspace(parts, one_heap):
 
 
 @pytest.mark.skipif(not heap.returns_pages(), reason="returns pages, as Linux does")
+def test_scratch_in_small_blocks_lies_beside_the_workspace(one_heap):
+    """Not in holes that it fits, which compiling leaves in the heap."""
+    nbytes, piece, count = 2**23, 65 * heap.PAGE_BYTES, 24
+    pool = Pool([], 2**26, True, {0: nbytes})
+    with heap.keeping_freed_blocks():
+        holes = [heap.allocate(piece + 64) for _ in range(2 * count)]
+        heap.free_all(holes[::2])
+        pool.take([], 0, 0, 0, nbytes)
+        workspace = heap.allocate(nbytes)
+        scratch = [heap.allocate(piece) for _ in range(count)]
+        assert workspace < min(scratch)
+        assert max(scratch) < workspace + nbytes + buffers.SLACK_BYTES
+        heap.free_all([workspace, *scratch])
+        pool.end()
+        heap.free_all(holes[1::2])
+
+
+@pytest.mark.skipif(not heap.returns_pages(), reason="returns pages, as Linux does")
 def test_scratch_that_nobody_asked_for_finds_room(one_heap):
     """A run of 4 MiB of workspace takes 4 more, beside a buffer of 32 in a limit of 38:
     the buffer loses pages, and from the second time on the workspace has them."""

@@ -26,6 +26,9 @@ from poet_jax.compile import RECYCLED_BYTES, Kind, nbytes_of
 # before instructions that bring at least so much; looking takes up to 0.1 ms.
 GUARDED_BYTES = 8 * 2**20
 NOTICED_BYTES = 2**20
+# Scratch of matrix products is in blocks of 160 KiB and more, dozens at a time, which
+# would each take pages anew in what tracing and compiling left free of the heap.
+HOLE_BYTES = 2**17
 # What a node may need beyond its workspace, or a 256th of the limit: scratch varies
 # from run to run. No buffer lies idle there.
 SCRATCH_BYTES = 4 * 2**20
@@ -177,7 +180,7 @@ class Workspace(_Pages):
 
     def _begin(self) -> None:
         """Take a new block."""
-        self._occupied += heap.occupy_holes(2 * self._nbytes, NOTICED_BYTES)
+        self._occupied += heap.occupy_holes(2 * self._nbytes, HOLE_BYTES)
         nbytes = self._nbytes + SLACK_BYTES
         self._hold(heap.allocate(nbytes), nbytes)
 
