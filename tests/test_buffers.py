@@ -553,6 +553,32 @@ def test_a_workspace_that_others_took_is_replaced(monkeypatch, one_heap):
         free(block)
 
 
+@pytest.mark.skipif(not heap.moves_pages(), reason="moves pages, as Linux 6.17 does")
+def test_a_workspace_that_is_split_keeps_its_pages(monkeypatch, one_heap):
+    """As by what glibc cuts off an aligned block, which a thread keeps for itself."""
+    nbytes, populated, populate = 2**23, [], heap.populate_pages
+
+    def populate_and_count(address, count):
+        populated.append(count * heap.PAGE_BYTES)
+        populate(address, count)
+
+    pool = Pool([], 2**27, True, {0: nbytes, 1: 2 * nbytes, 2: nbytes})
+    with heap.keeping_freed_blocks():
+        pool.take([], 0, 0, 0, nbytes)
+        workspace, piece = heap.allocate(nbytes), heap.allocate(2**20)
+        assert abs(piece - workspace - nbytes) < heap.PAGE_BYTES
+        heap.free(workspace)
+        monkeypatch.setattr(heap, "populate_pages", populate_and_count)
+        pool.take([], 2, 0, 0, nbytes)
+        assert sum(populated) < nbytes / 4
+        workspace = heap.allocate(nbytes)
+        in_ram = heap.pages_in_ram(*heap.whole_pages(workspace, nbytes))
+        assert in_ram.count(0) == 0
+        heap.free(workspace)
+        pool.end()
+        heap.free(piece)
+
+
 @on_linux
 def test_lent_pages_that_the_system_took_are_not_counted():
     kind, limit = ((2**23,), jnp.dtype("uint8")), 64 * 2**20

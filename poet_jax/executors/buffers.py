@@ -42,6 +42,8 @@ SLACK_BYTES = 8 * 2**20
 # or twice what they were when that was done last.
 MOVES_PER_COUNT = 250
 MOST_MAPPINGS = 16_000
+# What XLA was given is free, so the rest is soon, too: within a millisecond.
+FREEING_SECONDS = 1e-3
 # XLA frees a workspace a tenth of a millisecond after the results are ready, or later
 # if others keep the processors busy.
 PATIENCE_SECONDS = 0.02
@@ -140,6 +142,17 @@ class _Pages:
         for run in self.runs(1, len(self.flags)):
             heap.recall_pages(*run)
 
+    def gain_from(self, source: "_Pages", until: int) -> int:
+        """Take spare pages of `source` for the first ones before `until` that are not
+        in RAM; how many."""
+        address, count = self.missing(until)
+        taken, count = source.lose(count)
+        if not heap.move_pages(taken, address, count):
+            heap.release_pages(taken, count)
+            heap.populate_pages(address, count)
+        self.gain(address, count)
+        return count
+
     def lose(self, count: int) -> tuple[int, int]:
         """(address, count) of the last spare pages, at most `count`, to be taken."""
         stop = self.flags.rfind(1, self.kept) + 1
@@ -173,16 +186,19 @@ class Workspace(_Pages):
 
     def __init__(self, nbytes: int):
         self._nbytes = nbytes + heap.PAGE_BYTES  # XLA aligns what it takes
-        self._block = self._given = 0
+        self._block = self._given = self._asked = 0
         self._occupied: list[int] = []
+        self._occupied_since: list[int] = []
         self._elsewhere: list[int] = []
         self._begin()
 
     def _begin(self) -> None:
-        """Take a new block."""
-        self._occupied += heap.occupy_holes(2 * self._nbytes, HOLE_BYTES)
+        """Take a new block, where an earlier one was if that is free again."""
+        heap.free_all(self._occupied_since)
         nbytes = self._nbytes + SLACK_BYTES
         self._hold(heap.allocate(nbytes), nbytes)
+        holes = heap.occupy_holes(2 * self._nbytes, HOLE_BYTES)
+        (self._occupied_since if self._occupied else self._occupied).extend(holes)
 
     def _hold(self, block: int, nbytes: int) -> None:
         self._block = block
@@ -198,23 +214,57 @@ class Workspace(_Pages):
         how many pages the block has grown meanwhile."""
         same = self._retake()
         if not same:
-            heap.release()  # what is left of it is not counted any more
-            self._begin()
+            self._replace()
         heap.free_all(self._elsewhere)
         return max(0, self.held - self._given) if same else 0
 
     def _retake(self) -> bool:
         least, most = self._nbytes, self._nbytes + SLACK_BYTES
-        deadline = time.perf_counter() + PATIENCE_SECONDS
-        while time.perf_counter() < deadline:
+        start = time.perf_counter()
+        while (waited := time.perf_counter() - start) < PATIENCE_SECONDS:
             for nbytes in range(most, least - 1, -NOTICED_BYTES):
                 block = heap.allocate(nbytes)
                 if abs(block - self.address) <= SLACK_BYTES:
                     self._hold(block, nbytes)
                     return True
                 heap.free(block)
+            if waited > FREEING_SECONDS and self._hold_beginning():
+                return False
             time.sleep(1e-4)
         return False
+
+    def _hold_beginning(self) -> bool:
+        """Take back most of what XLA was given, if it is free.
+
+        Then what keeps the rest from being one block is not freed soon: to align a
+        block, glibc cuts bytes off its end, which a thread of XLA's keeps for itself.
+        """
+        most, least = self._asked + SLACK_BYTES, self._asked // 2
+        for nbytes in range(most, least, -NOTICED_BYTES):
+            block = heap.allocate(nbytes)
+            start = block - self.address
+            if -SLACK_BYTES <= start <= NOTICED_BYTES and start + nbytes > least:
+                self._hold(block, nbytes)
+                return True
+            heap.free(block)
+        return False
+
+    def _replace(self) -> None:
+        """Take a new block, and the pages of what could be taken back of this one."""
+        block, self._block = self._block, 0
+        old = _Pages()
+        old.place(self.address, self.flags if block else bytearray())
+        if block:  # what is left beside it is not counted any more
+            heap.release_blocks()
+        else:
+            heap.release()
+        self._begin()
+        until = old.held
+        while old.held and self.missing(until)[1]:
+            self.gain_from(old, until)
+        while old.held:
+            heap.release_pages(*old.lose(old.held))
+        heap.free(block)
 
     def keep(self, nbytes: int) -> None:
         """Return all of its pages to the system but the first `nbytes`."""
@@ -227,14 +277,16 @@ class Workspace(_Pages):
         """Let XLA find it, and no better fit for `nbytes` or a part of that, such as
         others have freed since."""
         heap.free(self._block)
-        self._block, self._given = 0, self.held
+        self._block, self._given, self._asked = 0, self.held, nbytes
         tolerance = SLACK_BYTES
         while nbytes >= NOTICED_BYTES:
             self._elsewhere += heap.clear_way(nbytes, self.address, tolerance)
             nbytes, tolerance = nbytes // 2, NOTICED_BYTES
 
     def __del__(self, free_all=heap.free_all) -> None:  # `heap` may be gone at the end
-        free_all([*self._occupied, *self._elsewhere, self._block])
+        free_all(
+            [*self._occupied, *self._occupied_since, *self._elsewhere, self._block]
+        )
 
 
 class Pool:
@@ -478,16 +530,10 @@ class Pool:
 
     def _move_pages_to(self, pages: _Pages, until: int, row: int) -> None:
         """Take the pages that it lacks from idle buffers, as far as they have any."""
-        while self.idle_bytes and (missing := pages.missing(until))[1]:
-            address, count = missing
+        while self.idle_bytes and pages.missing(until)[1]:
             _, last = self._needed_last(row)
-            source, count = last.lose(count)
-            self.idle_bytes -= count * heap.PAGE_BYTES
+            self.idle_bytes -= pages.gain_from(last, until) * heap.PAGE_BYTES
             self._moves += 1
-            if not heap.move_pages(source, address, count):
-                heap.release_pages(source, count)
-                heap.populate_pages(address, count)
-            pages.gain(address, count)
 
     def _shrink(self, nbytes: int, row: int) -> None:
         """Take at least `nbytes` of pages from idle buffers, or all."""
