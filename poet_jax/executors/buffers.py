@@ -42,7 +42,7 @@ SLACK_BYTES = 8 * 2**20
 # or twice what they were when that was done last.
 MOVES_PER_COUNT = 250
 MOST_MAPPINGS = 16_000
-# What XLA was given is free, so the rest is soon, too: within a millisecond.
+# Where what XLA was given is free, what lies beside it is free by then, or stays.
 FREEING_SECONDS = 1e-3
 # XLA frees a workspace a tenth of a millisecond after the results are ready, or later
 # if others keep the processors busy.
@@ -188,7 +188,7 @@ class Workspace(_Pages):
         self._nbytes = nbytes + heap.PAGE_BYTES  # XLA aligns what it takes
         self._block = self._given = self._asked = 0
         self._occupied: list[int] = []
-        self._occupied_since: list[int] = []
+        self._occupied_since: list[int] = []  # or all would be looked for again
         self._elsewhere: list[int] = []
         self._begin()
 
