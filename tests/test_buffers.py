@@ -525,7 +525,9 @@ def test_scratch_with_holes_takes_no_room_for_the_holes(one_heap):
 def test_a_workspace_that_others_took_is_replaced(monkeypatch, one_heap):
     """As when another thread allocates between its being freed and XLA's looking."""
     kind = (2**21,), jnp.dtype("uint8")
-    pool = Pool([(0, kind), (1, kind)], 2**26, True, {0: 2**22, 1: 2**22})
+    pool = Pool(
+        [(row, kind) for row in range(3)], 2**26, True, dict.fromkeys(range(3), 2**22)
+    )
     stolen, probes = [], []
     free, allocate = heap.free, heap.allocate
 
@@ -538,12 +540,13 @@ def test_a_workspace_that_others_took_is_replaced(monkeypatch, one_heap):
         return probes[-1]
 
     with heap.keeping_freed_blocks():
+        pool.give(*pool.take([kind], 0, 0, 0, 2**22))  # occupies holes, of any number
         monkeypatch.setattr(heap, "free", steal)
         monkeypatch.setattr(heap, "allocate", probe)
-        pool.give(*pool.take([kind], 0, 0, 0, 2**22))
+        pool.give(*pool.take([kind], 1, 0, 0, 2**22))
         monkeypatch.setattr(heap, "free", free)
         assert len(probes) < 1000
-        pool.give(*pool.take([kind], 1, 0, 0, 2**22))
+        pool.give(*pool.take([kind], 2, 0, 0, 2**22))
         block = allocate(2**22)
         in_ram = heap.pages_in_ram(*heap.whole_pages(block, 2**22))
         assert in_ram.count(0) == 0

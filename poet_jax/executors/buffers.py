@@ -36,7 +36,8 @@ SCRATCH_BYTES = 4 * 2**20
 # 10 ms; and how much more than before when a run begins.
 EXCESS_BYTES = 4 * 2**20
 GROWTH_BYTES = 2 * 2**20
-# Beyond the largest workspace, as small results may lie where it began.
+# Beyond the largest workspace, as small results may lie where it began; at least
+# NOTICED_BYTES of it must be left.
 SLACK_BYTES = 8 * 2**20
 # Mappings are counted after so many moves, and made fewer if they are more than these,
 # or twice what they were when that was done last.
@@ -185,7 +186,7 @@ class Workspace(_Pages):
     """
 
     def __init__(self, nbytes: int):
-        self._nbytes = nbytes + heap.PAGE_BYTES  # XLA aligns what it takes
+        self._nbytes = nbytes + NOTICED_BYTES
         self._block = self._given = self._asked = 0
         self._occupied: list[int] = []
         self._occupied_since: list[int] = []  # or all would be looked for again
