@@ -639,6 +639,33 @@ def test_what_others_free_late_makes_room_before_an_instruction(monkeypatch):
     assert after - before + new_bytes <= limit + buffers.EXCESS_BYTES
 
 
+@pytest.mark.skipif(not heap.returns_pages(), reason="returns pages, as Linux does")
+def test_what_others_took_and_keep_is_not_looked_for_before_each_instruction(
+    monkeypatch,
+):
+    """As a data loader's thread does; to trim the heap takes 10 ms, and finds none."""
+    trims, release = [], heap.release
+
+    def release_and_count():
+        trims.append(release())
+
+    limit = 2**25
+    pool = Pool([], limit, on_cpu=True)
+    with heap.keeping_freed_blocks():
+        for _ in range(2):
+            pool.begin(0)
+            taken = heap.allocate(2**24)
+            ctypes.memset(taken, 1, 2**24)
+            monkeypatch.setattr(heap, "release", release_and_count)
+            for row in range(10):
+                pool.take([], row, 0, more_bytes=limit)
+            assert len(trims) == 2
+            monkeypatch.setattr(heap, "release", release)
+            trims.clear()
+            heap.free(taken)
+            pool.end()
+
+
 @pytest.mark.parametrize("dropped", [0, 2**25])
 def test_files_that_the_system_drops_make_no_room(dropped, monkeypatch):
     held, files = 2**27, 2**26

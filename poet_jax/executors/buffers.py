@@ -329,6 +329,7 @@ class Pool:
         self._idle: dict[Kind | None, list[Any]] = defaultdict(list)
         self.idle_bytes = 0
         self._base_bytes: int | None = None
+        self._others_bytes = 0
         self._file_bytes = 0
         self._largest_bytes = max(large.values(), default=0)
         self._workspace: Workspace | None = None
@@ -358,6 +359,7 @@ class Pool:
             or not base_bytes <= held_bytes <= base_bytes + GROWTH_BYTES
         ):
             self._base_bytes = held_bytes
+        self._others_bytes = 0
 
     def _has_grown(self, live_bytes: int) -> bool:
         return self._held_beside(live_bytes) > (self._base_bytes or 0) + GROWTH_BYTES
@@ -421,11 +423,7 @@ class Pool:
             excess_bytes = self._excess_bytes(new_bytes)
             if excess_bytes > -spared_bytes:
                 self._shrink(excess_bytes + spared_bytes, row)
-                if self._excess_bytes(new_bytes) > 0:
-                    heap.release_blocks()
-                    self._trim_while(
-                        lambda: self._excess_bytes(new_bytes) > EXCESS_BYTES
-                    )
+                self._make_room(new_bytes)
         for pages, until in needing:
             pages.fill(until)
         arrays = [
@@ -435,6 +433,21 @@ class Pool:
         if workspace:  # not before, or a new array would lie in it
             workspace.give(workspace_bytes)
         return arrays
+
+    def _make_room(self, new_bytes: int) -> None:
+        """Have the heap give back what is free, if the process is still too large.
+
+        What is left then is what somebody else has taken since the run began: to trim
+        the heap again before each instruction would not help.
+        """
+        if self._excess_bytes(new_bytes) <= self._others_bytes:
+            return
+        heap.release_blocks()
+        most_bytes = self._others_bytes + EXCESS_BYTES
+        self._trim_while(lambda: self._excess_bytes(new_bytes) > most_bytes)
+        excess_bytes = self._excess_bytes(new_bytes)
+        if excess_bytes > most_bytes:
+            self._others_bytes = excess_bytes
 
     def give(self, array: jax.Array, donated: bool = False) -> None:
         """Keep an array that was freed, or was the caller's until it was donated.
