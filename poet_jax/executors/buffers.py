@@ -29,8 +29,8 @@ NOTICED_BYTES = 2**20
 # Scratch of matrix products is in blocks of 160 KiB and more, dozens at a time, which
 # would each take pages anew in what tracing and compiling left free of the heap.
 HOLE_BYTES = 2**17
-# What a node may need beyond its workspace, or a 256th of the limit: scratch varies
-# from run to run. No buffer lies idle there.
+# Beyond a node's workspace and scratch no buffer lies idle, as scratch varies from run
+# to run: not in twice the scratch, or a 256th of the limit, but in no more than this.
 SCRATCH_BYTES = 4 * 2**20
 # What the process may hold beyond the limit before its heap is trimmed, which takes
 # 10 ms; and how much more than before when a run begins.
@@ -265,7 +265,7 @@ class Workspace(_Pages):
             self.gain_from(old, until)
         while old.held:
             heap.release_pages(*old.lose(old.held))
-        heap.free(block)
+        self._occupied_since.append(block)  # or it would be a hole
 
     def keep(self, nbytes: int) -> None:
         """Return all of its pages to the system but the first `nbytes`."""
@@ -403,7 +403,7 @@ class Pool:
         scratch_bytes = self._scratch.get(row, 0)
         new_bytes += scratch_bytes
         workspace = self._reserve(workspace_bytes)
-        spared_bytes = SCRATCH_BYTES if scratch_bytes else self._spared_bytes
+        spared_bytes = min(SCRATCH_BYTES, max(self._spared_bytes, 2 * scratch_bytes))
         if workspace:
             needing.append((workspace, workspace.kept))
             if row not in self._scratch:
