@@ -1,15 +1,16 @@
 """This machine as a device: rates that are measured once and kept in a file."""
 
+import concurrent.futures
 import contextlib
 import functools
 import hashlib
 import os
 import pathlib
 import platform
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +20,13 @@ from poet_jax.compile import on_cpu
 from poet_jax.device import DeviceProfile
 from poet_jax.store import FileStore, HostStore, PageStore
 
-_PROBE_BYTES = 32 * 2**20
+_SMALL_BYTES, _PROBE_BYTES = 2**16, 2**25
 _PROBES = 12
+_PAUSE_SECONDS = 0.005  # as a step's instructions take, between transfers
 # A probe that met a busy machine is not to say that nothing can be computed.
 _MOST_CONTENTION = 0.9
-_STORAGE = "measured: FileStore, 32 MiB, with checksum, beside products on all cores"
-_HOST_MEMORY = "measured: HostStore, 32 MiB, from and to the device, beside products"
+_STORAGE = "measured: FileStore, 64 KiB and 32 MiB, with checksum, beside products"
+_HOST_MEMORY = "measured: HostStore, 64 KiB and 32 MiB, from and to the device, beside"
 
 
 def default_store() -> PageStore:
@@ -95,27 +97,24 @@ def _measured() -> DeviceProfile:
     b = jnp.ones(_PROBE_BYTES // 4, jnp.float32)
     negate = jax.jit(jnp.negative).lower(b).compile()
     bytes_per_second = 2 * _PROBE_BYTES / best_seconds(lambda: negate(b))
-    page_out, page_in, contention = _transfer_rates()
+    transfers = _transfer_rates()
     return DeviceProfile(
         name="this machine",
         ram_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         flops_per_second=flops_per_second,
         flops_per_joule=flops_per_second / 10.0,
         bytes_per_second=bytes_per_second,
-        page_in_bytes_per_second=page_in,
-        page_out_bytes_per_second=page_out,
         paging_watts=2.0 + 10.0 / (os.cpu_count() or 1),
         static_watts=5.0,
         dispatch_seconds=_dispatch_seconds(),
-        contention=contention,
         measured=True,
+        **transfers,
         source={
             "ram_bytes": "the system's physical memory",
             "flops_per_second": "measured: product of 1024 x 1024 matrices",
             "flops_per_joule": "assumed: 10 W for compute on all cores",
             "bytes_per_second": "measured: negating 32 MiB",
-            "page_in_bytes_per_second": _transfers(),
-            "page_out_bytes_per_second": _transfers(),
+            **dict.fromkeys(transfers, _transfers()),
             "paging_watts": "assumed: 2 W and one core's share",
             "static_watts": "assumed: 5 W",
             "dispatch_seconds": "measured: a compiled function of one number",
@@ -142,27 +141,37 @@ def _dispatch_seconds() -> float:
     return best_seconds(lambda: [negate(x) for _ in range(100)]) / 100
 
 
-def _transfer_rates() -> tuple[float, float, float]:
-    """Bytes per second of writing to and reading from the default store, checksums
-    included, and the share of compute's speed that it takes.
+def _transfer_rates() -> dict[str, Any]:
+    """Of writing to and reading from the default store, checksums included, and the
+    share of compute's speed that it takes: as `DeviceProfile` names them.
 
     All cores, or the accelerator, compute meanwhile, as they do when a step pages:
     transfers then take up to twice as long. The first writing does not count: a store
     reuses its file, so its blocks exist.
     """
-    store, data = default_store(), np.empty(_PROBE_BYTES, np.uint8)
-    near = on_cpu()
-    outs, ins, shares = [], [], []
-    with _busy_cores() as count:
+    small, large = (np.empty(n, np.uint8) for n in (_SMALL_BYTES, _PROBE_BYTES))
+    of_small, of_large, shares = [], [], []
+    with (
+        contextlib.closing(default_store()) as store,
+        concurrent.futures.ThreadPoolExecutor(1) as storage,
+        _busy_cores() as count,
+    ):
+
+        def transfer(data: np.ndarray) -> tuple[float, float]:
+            """Seconds to write and to read, on a thread of its own as in a step."""
+            array = data if on_cpu() else jax.block_until_ready(jnp.asarray(data))
+            start = time.perf_counter()
+            storage.submit(_write, store, array).result()
+            middle = time.perf_counter()
+            storage.submit(_read, store, data).result()
+            stop = time.perf_counter()
+            store.delete(0)
+            return middle - start, stop - middle
+
         for _ in range(_PROBES):
-            array = None if near else jax.block_until_ready(jnp.asarray(data))
             counts = [count()]
             start = time.perf_counter()
-            store.write(0, data if array is None else np.asarray(array), "probe")
-            middle = time.perf_counter()
-            store.read(0, data, "probe")
-            if not near:
-                jax.block_until_ready(jax.device_put(data))
+            of_large.append(transfer(large))
             stop = time.perf_counter()
             counts.append(count())
             time.sleep(stop - start)
@@ -170,13 +179,31 @@ def _transfer_rates() -> tuple[float, float, float]:
             rest = time.perf_counter() - stop
             beside, alone = np.diff(counts) / (stop - start, rest)
             shares.append(1 - beside / max(alone, 1))
-            store.delete(0)
-            outs.append(middle - start)
-            ins.append(stop - middle)
-    store.close()
-    out, into, share = (statistics.median(x[1:]) for x in (outs, ins, shares))
-    contention = min(max(0.0, float(share)), _MOST_CONTENTION)
-    return _PROBE_BYTES / out, _PROBE_BYTES / into, contention
+        for _ in range(_PROBES):
+            time.sleep(_PAUSE_SECONDS)
+            of_small.append(transfer(small))
+    of_small, of_large, share = (
+        np.median(x[1:], axis=0) for x in (of_small, of_large, shares)
+    )
+    per_byte = np.maximum(of_large - of_small, 1e-9) / (_PROBE_BYTES - _SMALL_BYTES)
+    latency = np.maximum(0.0, of_small - _SMALL_BYTES * per_byte)
+    return {
+        "page_out_latency_seconds": float(latency[0]),
+        "page_in_latency_seconds": float(latency[1]),
+        "page_out_bytes_per_second": float(1 / per_byte[0]),
+        "page_in_bytes_per_second": float(1 / per_byte[1]),
+        "contention": min(max(0.0, float(share)), _MOST_CONTENTION),
+    }
+
+
+def _write(store: PageStore, array: Any) -> None:
+    store.write(0, np.asarray(array), "probe")
+
+
+def _read(store: PageStore, data: np.ndarray) -> None:
+    store.read(0, data, "probe")
+    if not on_cpu():
+        jax.block_until_ready(jax.device_put(data))
 
 
 @contextlib.contextmanager

@@ -12,8 +12,8 @@ import os
 import tempfile
 import threading
 import zlib
-from collections.abc import Hashable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -350,9 +350,8 @@ class _Chunks:
                     sectors = self._buffers[number % 2][: _whole_sectors(part.nbytes)]
                     sectors[: part.nbytes] = part
                 total = checksum(sectors[: part.nbytes], total)
-                under_way.append(
-                    self._worker.submit(self._put, sectors, offset + start)
-                )
+                alone = part.nbytes == data.nbytes
+                under_way.append(self._start(alone, self._put, sectors, offset + start))
             for future in under_way:
                 future.result()
         finally:  # nobody else holds the memory
@@ -375,7 +374,8 @@ class _Chunks:
 
         def fetch(number: int) -> concurrent.futures.Future:
             length, place = parts[number].nbytes, offset + starts[number]
-            return self._worker.submit(self._get, sectors[number], place, length)
+            alone = len(parts) == 1
+            return self._start(alone, self._get, sectors[number], place, length)
 
         total, under_way = 0, collections.deque(map(fetch, range(len(parts[:2]))))
         try:
@@ -392,6 +392,16 @@ class _Chunks:
         if not self._is_direct:
             self._forget(offset, into.nbytes)
         return total
+
+    def _start(
+        self, alone: bool, transfer: Callable[..., None], *args: Any
+    ) -> concurrent.futures.Future:
+        """A chunk's transfer; one without others has nothing to go on beside."""
+        if not alone:
+            return self._worker.submit(transfer, *args)
+        future: concurrent.futures.Future = concurrent.futures.Future()
+        future.set_result(transfer(*args))
+        return future
 
     def _put(self, data: np.ndarray, offset: int) -> None:
         done = 0
