@@ -6,6 +6,7 @@ import gc
 import mmap
 import subprocess
 import sys
+import time
 import tracemalloc
 
 import jax
@@ -19,7 +20,7 @@ import poet_jax
 from experiments import memory
 from poet_jax import heap
 from poet_jax.compile import is_plain, nbytes_of
-from poet_jax.executors import buffers
+from poet_jax.executors import buffers, lending
 from poet_jax.executors.buffers import Pool, view
 from poet_jax.plan import PageIn, PageOut
 
@@ -110,6 +111,13 @@ rise = memory.high_water_bytes() - before
 ended.set()
 print(schedule.program.computes, rise, schedule.budget.memory_bytes)
 """
+
+
+def wait_until(is_so):
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -587,16 +595,51 @@ def test_lent_pages_that_the_system_took_are_not_counted():
     kind, limit = ((2**23,), jnp.dtype("uint8")), 64 * 2**20
     pool = Pool([(0, kind)] * 4, limit, on_cpu=True)
     pool.begin(0)
-    for array in pool.take([kind] * 4, 0, 0):
-        pool.give(array)
+    arrays = pool.take([kind] * 4, 0, 0)
+    address, count = heap.whole_pages(arrays[0].unsafe_buffer_pointer(), kind[0][0])
+    while arrays:
+        pool.give(arrays.pop())
     pool.end()
     lent = pool.idle_bytes
-    (array,) = pool.take([kind], 0, 0)
-    address, count = heap.whole_pages(array.unsafe_buffer_pointer(), array.nbytes)
-    pool.give(array)
+    wait_until(lambda: pool.rests_since is None)
     heap.release_pages(address, count)  # as the system would
     pool.begin(0)
     assert pool.idle_bytes == lent - count * heap.PAGE_BYTES
+
+
+@pytest.mark.skipif(not heap.returns_pages(), reason="returns pages, as Linux does")
+@settings(max_examples=20, deadline=None)
+@given(pauses=st.lists(st.booleans(), min_size=1, max_size=8))
+def test_the_system_may_take_what_rests_and_nothing_that_is_in_use(pauses, monkeypatch):
+    """Whenever it takes it: a run's buffers stay as they were written."""
+    lent = []
+
+    def lend_and_lose(address, count):
+        lent.append(address)
+        heap.release_pages(address, count)
+
+    monkeypatch.setattr(heap, "lend_pages", lend_and_lose)
+    kind = (2**20,), jnp.dtype("uint8")
+    pool = Pool([(0, kind)] * 3, 2**25, on_cpu=True)
+    for number, is_long in enumerate(pauses, 1):
+        pool.begin(0)
+        arrays = pool.take([kind] * 3, 0, 0)
+        addresses = {
+            heap.whole_pages(x.unsafe_buffer_pointer(), x.nbytes)[0] for x in arrays
+        }
+        for array in arrays:
+            view(array)[:] = number
+        if is_long:
+            time.sleep(2 * lending.PAUSE_SECONDS)
+        for array in arrays:
+            assert view(array).min() == view(array).max() == number
+        while arrays:
+            pool.give(arrays.pop())
+        lent.clear()
+        pool.end()
+        if is_long:
+            wait_until(lambda: pool.rests_since is None)
+            assert addresses <= set(lent)
 
 
 @on_linux

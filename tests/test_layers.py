@@ -15,7 +15,7 @@ LAYERS = """
     planners.repair planners.worker planners.solver planners.objective
     planners.choice planners.cuts planners.lift planners.rounds
     planners.neighbourhoods planners.formulation planners.milp planners.paper
-    executors executors.buffers executors.host
+    executors executors.lending executors.buffers executors.host
     executors.whole explain effects reasons timeline matrices figures dot perfetto
     report stream rewrite narrow associate fold state pareto cache schedule
     arguments transform training part blocks update.scheme update.items

@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ import numpy as np
 
 from poet_jax import heap
 from poet_jax.compile import RECYCLED_BYTES, Kind, nbytes_of
+from poet_jax.executors.lending import lender
 
 # The size of the process is looked at for limits from here on, as it varies anyway, and
 # before instructions that bring at least so much; looking takes up to 0.1 ms.
@@ -307,6 +309,8 @@ class Pool:
 
     Attributes:
       idle_bytes: of pages that idle buffers hold.
+      rests_since: `time.monotonic()` when the last run ended; None while one lasts, and
+        once the idle buffers are lent to the system.
     """
 
     def __init__(
@@ -336,6 +340,9 @@ class Pool:
         self._user = 0  # the instruction that it was lent to
         self._scratch: dict[int, int] = {}  # bytes beyond what an instruction asks for
         self._moves = self._most_mappings = 0
+        self._lending = threading.Lock()
+        self._is_lent = False
+        self.rests_since: float | None = None
 
     def begin(self, live_bytes: int) -> None:
         """Take back what was lent, and note what the process holds besides that and
@@ -344,12 +351,16 @@ class Pool:
         What the heap keeps of the last run is not that: it gives back what is free if
         the process has grown.
         """
+        with self._lending:
+            self.rests_since = None
+            was_lent, self._is_lent = self._is_lent, False
         if not self._guards:
             return
-        buffers = list(itertools.chain(*self._idle.values()))
-        for buffer in buffers:
-            buffer.recall()
-        self.idle_bytes = heap.PAGE_BYTES * sum(buffer.held for buffer in buffers)
+        if was_lent:
+            buffers = list(itertools.chain(*self._idle.values()))
+            for buffer in buffers:
+                buffer.recall()
+            self.idle_bytes = heap.PAGE_BYTES * sum(buffer.held for buffer in buffers)
         if self._has_grown(live_bytes):
             heap.release_blocks()
         self._trim_while(lambda: self._has_grown(live_bytes))
@@ -461,7 +472,7 @@ class Pool:
         self.idle_bytes += buffer.held * heap.PAGE_BYTES
 
     def end(self) -> None:
-        """Keep what the next run can take, unless the system needs its pages.
+        """Keep what the next run can take, and lend it to the system after a pause.
 
         Donated arrays that no result replaces would pile up otherwise.
         """
@@ -471,19 +482,30 @@ class Pool:
                 buffer = buffers.pop()
                 self.idle_bytes -= buffer.held * heap.PAGE_BYTES
                 buffer.delete()
-            for buffer in buffers:
-                heap.lend_pages(buffer.address, len(buffer.flags))
         if self._moves >= MOVES_PER_COUNT:
             self._moves = 0
             if heap.count_mappings() > self._most_mappings:
                 self._renew()
                 count = heap.count_mappings()
                 self._most_mappings = min(2 * count, MOST_MAPPINGS)
+        self.rests_since = time.monotonic()
+        lender.watch(self)
+
+    def lend(self, since: float) -> None:
+        """Let the system take the pages of idle buffers if it runs short of memory, and
+        if no run has begun since then."""
+        with self._lending:
+            if self.rests_since != since:
+                return
+            for buffer in itertools.chain(*self._idle.values()):
+                heap.lend_pages(buffer.address, len(buffer.flags))
+            self.rests_since, self._is_lent = None, True
 
     def release(self) -> None:
         """Return the pages of all buffers; their addresses serve the next run."""
-        self._regain()
-        self._shrink(self.idle_bytes, 0)
+        with self._lending:
+            self._regain()
+            self._shrink(self.idle_bytes, 0)
 
     def _renew(self) -> None:
         """Leave no page in RAM, and each buffer a single mapping."""
