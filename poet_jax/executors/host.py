@@ -90,8 +90,8 @@ class HostExecutor:
     """Runs programs on JAX's default device, paging through `store`.
 
     `executor(program)` compiles the nodes and gives a `Runner`. On the CPU, large
-    results are written into freed arrays of their shape (`buffers.Pool`); between steps
-    a runner holds their addresses, not their memory.
+    results are written into freed arrays of their shape (`buffers.Pool`); if the next
+    step is long in coming, a runner holds their addresses, not their memory.
 
     Args:
       store: where pages go; by default a `FileStore` in the system's folder for
@@ -285,8 +285,9 @@ def release() -> None:
     """Return to the system what steps keep for their next call, and the heap's rest.
 
     A step keeps its idle buffers from one call to the next, within its budget, and the
-    system may take them if it runs short of memory. This gives them back at once; the
-    next call takes them anew. Copies of `PagedArray`s in RAM go, too.
+    system may take them if it runs short of memory while that is long in coming. This
+    gives them back at once; the next call takes them anew. Copies of `PagedArray`s in
+    RAM go, too.
     """
     drop_copies()
     for runner in list(_runners):
