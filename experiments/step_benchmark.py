@@ -13,7 +13,8 @@ cores; --models and --shares choose a part. The second command draws steps.png.
 Seconds are medians over steps, ratios are medians over pairs of steps in turn. The
 rise is of the process's high-water mark (VmHWM) in ten steps or more, one after the
 other as in a training loop, over what the process held besides the step's arguments, so
-it is to be compared with the budget.
+it is to be compared with the budget. Each model's process measures this machine's rates
+anew, and replaces the file at `poet_jax.host_path()`.
 """
 
 import csv

@@ -31,8 +31,8 @@ NOTICED_BYTES = 2**20
 # Scratch of matrix products is in blocks of 160 KiB and more, dozens at a time, which
 # would each take pages anew in what tracing and compiling left free of the heap.
 HOLE_BYTES = 2**17
-# Beyond a node's workspace and scratch no buffer lies idle, as scratch varies from run
-# to run: not in twice the scratch, or a 256th of the limit, but in no more than this.
+# Scratch varies from run to run, so room is left beside what is expected: twice that,
+# or a 256th of the limit, and at most this.
 SCRATCH_BYTES = 4 * 2**20
 # What the process may hold beyond the limit before its heap is trimmed, which takes
 # 10 ms; and how much more than before when a run begins.
