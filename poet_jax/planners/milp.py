@@ -6,10 +6,11 @@ plan on the way is repaired, prefetched and judged by the simulator.
 
 import dataclasses
 import fnmatch
+import itertools
 import logging
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from poet_jax import progress
 from poet_jax.errors import BudgetTooSmall
@@ -75,10 +76,10 @@ class MilpPlanner:
         paged, or not rematerialised. A node that writes such a value runs once.
       progress: whether a line on the terminal shows how far the planning is.
 
-    Its call raises BudgetTooSmall, which for thousands of nodes takes a minute more to
-    name the smallest budget that works, and ValueError for a pattern that matches
-    nothing. Interrupted by Ctrl-C it returns the best plan that it has, or a
-    heuristic's.
+    Its call raises BudgetTooSmall, where it may take a quarter of the limit more to
+    name the smallest budget that works (and some seconds for thousands of nodes), and
+    ValueError for a pattern that matches nothing. Interrupted by Ctrl-C it returns the
+    best plan that it has, or a heuristic's.
     """
 
     solver: str = "CBC"
@@ -113,7 +114,7 @@ class MilpPlanner:
         search = _Search(self, self.restrict(graph), costs, budget)
         most = NODES_PER_SECOND * self.time_limit_seconds
         one = not EXACT_NODES < len(numbers) <= most or list(numbers) == sorted(numbers)
-        if one or budget.memory_bytes < floor_bytes(search.graph, costs):
+        if one or search.is_hopeless():
             search.run(self.time_limit_seconds, start)
             return search.plan()
         return self._plan_in_two_orders(search, numbers, start)
@@ -212,6 +213,7 @@ class _Search:
         self.since = time.monotonic() if since is None else since
         self.limit_seconds = planner.time_limit_seconds  # since then
         self.bound = least_objective(graph, costs, planner.objective)
+        self.floor_bytes = floor_bytes(graph, costs)
         self.best: Judged | None = None
         self.solver_found = False  # a plan, however good
         self.is_interrupted = False
@@ -239,6 +241,11 @@ class _Search:
         if self.best is None:
             return False
         return self.least() - self.bound <= self.planner.gap * abs(self.least())
+
+    def is_hopeless(self) -> bool:
+        """Whether no plan can fit, whatever it does."""
+        below = self.budget.memory_bytes < self.floor_bytes
+        return below or is_too_late(self.costs, self.budget)
 
     def is_cheap(self) -> bool:
         """Whether no order of the nodes could have a much better plan."""
@@ -271,7 +278,7 @@ class _Search:
                 self.consider_repaired(judge_plan(self.graph, self.costs, start))
         try:
             with progress.line(self.__str__, self.planner.progress):
-                if not (self.is_optimal() or is_too_late(self.costs, self.budget)):
+                if not (self.is_optimal() or self.is_hopeless()):
                     self.search()
         except KeyboardInterrupt:
             self.is_interrupted = True
@@ -357,11 +364,10 @@ class _Search:
         return sorted({(remat, paging), (remat, False), (False, paging)}, reverse=True)
 
     def solve(self) -> None:
-        if self.budget.memory_bytes >= floor_bytes(self.graph, self.costs):
-            if len(self.graph.nodes) <= EXACT_NODES:
-                self.solve_exactly()
-            else:
-                self.solve_by_cuts()
+        if len(self.graph.nodes) <= EXACT_NODES:
+            self.solve_exactly()
+        else:
+            self.solve_by_cuts()
 
     def solve_exactly(self) -> None:
         """Solve with in-stage memory rows added until the simulator agrees."""
@@ -456,37 +462,15 @@ class _Search:
         """The error with the leanest plan: proven if it reaches a lower bound on
         bytes."""
         graph, costs = self.graph, self.costs
-        leanest = min(
-            (
-                evict(graph, costs, Budget(1), remat=remat, paging=paging)
-                for remat, paging in self.modes()
-            ),
-            key=lambda judged: judged.usage.peak_bytes,
-        )
-        least = floor_bytes(graph, costs)
-        if leanest.usage.peak_bytes > least and len(graph.nodes) > EXACT_NODES:
-            for bound, judged in self.rounds(None):
-                # Solvers keep rows up to a tolerance.
-                least = max(least, int(bound * (1 - 1e-6)))
-                if judged and judged.usage.peak_bytes < leanest.usage.peak_bytes:
-                    leanest = judged
-        elif leanest.usage.peak_bytes > least:
-            program = Formulation(graph, costs, None, self.planner)
-            # Of which every plan's peak is a multiple, while solvers are not exact.
-            sizes = (int(n) for x in (costs.nbytes, costs.workspace_bytes) for n in x)
-            unit = math.gcd(*sizes) or 1
-            while True:
-                stages, bound = program.solve(self.seconds_left(), leanest)
-                least = max(least, round(bound / unit) * unit)
-                if stages is None:
-                    break
-                judged = judge(graph, costs, stages.actions(graph))
-                if judged.usage.peak_bytes < leanest.usage.peak_bytes:
-                    leanest = judged
-                if leanest.usage.peak_bytes <= least or self.seconds_left() <= 1.0:
-                    break
-                if not program.tighten(judged, judged):
-                    break
+        elapsed, limit = time.monotonic() - self.since, self.planner.time_limit_seconds
+        self.limit_seconds = max(limit, elapsed + limit / 4)
+        least, leanest = self.floor_bytes, keep_everything(graph, costs)
+        for bound, judged in self.lean():
+            least = max(least, bound)
+            if judged and judged.usage.peak_bytes < leanest.usage.peak_bytes:
+                leanest = judged
+            if leanest.usage.peak_bytes <= least:
+                break
         self.consider(prefetch(costs, leanest, self.budget))
         return budget_too_small(
             graph,
@@ -497,3 +481,34 @@ class _Search:
             least_bytes=least,
             fastest=fastest,
         )
+
+    def lean(self) -> Iterator[tuple[int, Judged | None]]:
+        """(bytes that every plan needs, a plan that needs few or None): of heuristics,
+        then of programs; the other way round for many nodes."""
+        evicted = (
+            (0, evict(self.graph, self.costs, Budget(1), remat=remat, paging=paging))
+            for remat, paging in self.modes()
+        )
+        # Solvers keep rows up to a tolerance.
+        cut = ((int(bound * (1 - 1e-6)), judged) for bound, judged in self.rounds(None))
+        if len(self.graph.nodes) <= EXACT_NODES:
+            return itertools.chain(evicted, self.lean_exactly())
+        if len(self.graph.nodes) > MANY_NODES:
+            return itertools.chain(cut, evicted)
+        return itertools.chain(evicted, cut)
+
+    def lean_exactly(self) -> Iterator[tuple[int, Judged | None]]:
+        """As `lean`, by programs whose minimum is the least that a plan needs."""
+        graph, costs = self.graph, self.costs
+        program = Formulation(graph, costs, None, self.planner)
+        # Of which every plan's peak is a multiple, while solvers are not exact.
+        sizes = (int(n) for x in (costs.nbytes, costs.workspace_bytes) for n in x)
+        unit = math.gcd(*sizes) or 1
+        while True:
+            stages, bound = program.solve(self.seconds_left(), None)
+            judged = stages and judge(graph, costs, stages.actions(graph))
+            yield round(bound / unit) * unit, judged
+            if judged is None or self.seconds_left() <= 1.0:
+                return
+            if not program.tighten(judged, judged):
+                return
