@@ -13,6 +13,7 @@ from strategies import attempt, brute_force, budgeted_graphs, graphs, peak_bytes
 import poet_jax
 from poet_jax.planners import milp, neighbourhoods, rounds
 from poet_jax.planners import solver as solvers
+from poet_jax.planners.bounds import bounds
 from poet_jax.planners.cuts import Cuts
 from poet_jax.planners.judge import fits, judge_plan, keep_everything
 from poet_jax.planners.lift import crests, repeats, solve, values_of
@@ -49,6 +50,22 @@ def test_no_plan_costs_less_than_the_bound_wherever_the_cuts_are(
     assert remat or judged.program.recomputed == 0
     at_home = {*graph.stored, *graph.landing}
     assert paging or at_home.issuperset(judged.program.last_page_in)
+
+
+@by_solver
+@settings(max_examples=25)
+@given(case=budgeted_graphs(max_nodes=6, static_watts=(0.0,)), seed=st.integers(0))
+def test_few_cuts_bound_every_plan_and_say_as_much_as_any_one(solver, case, seed):
+    graph, costs, memory_bytes = case
+    budget, planner = poet_jax.Budget(memory_bytes), poet_jax.MilpPlanner(solver)
+    parts = graph, costs, budget, planner
+    cuts = {cut for cut in range(len(graph.nodes)) if seed >> cut & 1} or {0}
+    found = list(bounds(*parts, cuts, lambda: 20.0))
+    least = brute_force(graph, costs, memory_bytes)
+    assert least is None or max(found, default=0.0) <= least * (1 + 1e-6)
+    alone = max(Cuts(*parts, [cut]).relaxed(20.0) for cut in cuts)
+    assert max(found, default=0.0) >= alone * (1 - 1e-6)
+    assert found[:-1] == sorted(found[:-1])
 
 
 @settings(max_examples=25)

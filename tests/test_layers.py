@@ -14,8 +14,8 @@ LAYERS = """
     planners planners.judge planners.keep_all planners.sqrt planners.greedy
     planners.repair planners.worker planners.solver planners.objective
     planners.choice planners.cuts planners.lift planners.rounds
-    planners.neighbourhoods planners.formulation planners.milp planners.paper
-    executors executors.lending executors.buffers executors.host
+    planners.bounds planners.neighbourhoods planners.formulation planners.milp
+    planners.paper executors executors.lending executors.buffers executors.host
     executors.whole explain effects reasons timeline matrices figures dot perfetto
     report stream rewrite narrow associate fold state pareto cache schedule
     arguments transform training part blocks update.scheme update.items

@@ -17,6 +17,7 @@ from poet_jax.errors import BudgetTooSmall
 from poet_jax.graph import Graph
 from poet_jax.order import late
 from poet_jax.plan import Budget, Plan, Status
+from poet_jax.planners.bounds import bounds
 from poet_jax.planners.formulation import Formulation
 from poet_jax.planners.greedy import evict
 from poet_jax.planners.judge import (
@@ -54,6 +55,9 @@ CHEAP = 1.005
 # If the best plan costs more than this times the bound, half of the time is kept for
 # choosing parts of it anew.
 WIDE = 1.001
+
+# So much of the time goes to a better bound, at last.
+PROVING = 1 / 6
 
 # Beyond so many nodes heuristics take longer than `Rounds`, and are asked only if that
 # finds no plan, and for all means together.
@@ -218,7 +222,7 @@ class _Search:
         self.solver_found = False  # a plan, however good
         self.is_interrupted = False
         self.by_cuts: Rounds | None = None
-        self.kept_seconds = 0.0  # for `improve`
+        self.kept_seconds = 0.0  # for `improve` and `prove`
         self.statistics: dict[str, int] = {}
 
     def seconds_left(self) -> float:
@@ -241,6 +245,10 @@ class _Search:
         if self.best is None:
             return False
         return self.least() - self.bound <= self.planner.gap * abs(self.least())
+
+    def is_wide(self) -> bool:
+        """Whether there is much between the best plan and the bound."""
+        return self.best is not None and self.least() > WIDE * self.bound
 
     def is_hopeless(self) -> bool:
         """Whether no plan can fit, whatever it does."""
@@ -390,10 +398,13 @@ class _Search:
 
     def solve_by_cuts(self) -> None:
         """Solve with cuts added where plans exceed the budget, until one does not, and
-        choose parts of the best plan anew; then both once more in the time left."""
+        choose parts of the best plan anew, and prove it; then all once more in the time
+        left."""
         rounds = self.by_cuts = self.by_cuts or self.rounds(self.budget)
+        limit = self.planner.time_limit_seconds
+        proving = PROVING * limit if self.limit_seconds >= limit else 0.0
         for kept in (self.limit_seconds / 2, 0.0):
-            self.kept_seconds = min(kept, self.seconds_left() / 2)
+            self.kept_seconds = max(min(kept, self.seconds_left() / 2), proving)
             for bound, judged in rounds:
                 self.raise_bound(bound)
                 if judged is not None:
@@ -403,7 +414,27 @@ class _Search:
                     return
             if self.best is None:
                 return
+            self.kept_seconds = proving
             self.improve(rounds.cuts)
+            if self.is_optimal():
+                return
+            self.prove(rounds.cuts)
+            if self.is_optimal():
+                return
+
+    def prove(self, cuts: set[int]) -> None:
+        """Look for a better bound in the time that was kept."""
+        seconds = min(self.kept_seconds, self.seconds_left() - 1.0)
+        if seconds <= 0 or not self.is_wide():
+            return
+        end = time.monotonic() + seconds
+
+        def seconds_left() -> float:
+            return end - time.monotonic()
+
+        parts = self.graph, self.costs, self.budget, self.planner
+        for bound in bounds(*parts, cuts, seconds_left):
+            self.raise_bound(bound)
             if self.is_optimal():
                 return
 
@@ -415,7 +446,7 @@ class _Search:
             return self.best
 
         def seconds_left() -> float:
-            return self.seconds_left() - 1.0
+            return self.seconds_left() - max(self.kept_seconds, 1.0)
 
         parts = self.graph, self.costs, self.budget, self.planner
         for judged in Neighbourhoods(*parts, best, cuts, seconds_left):
@@ -424,9 +455,8 @@ class _Search:
                 return
 
     def seconds_for_rounds(self) -> float:
-        """Without those that are kept for `improve`, unless there is little to
-        improve."""
-        if self.best is None or self.value(self.best) <= WIDE * self.bound:
+        """Without those that are kept, unless there is little to improve."""
+        if not self.is_wide():
             return self.seconds_left()
         return max(1.0, self.seconds_left() - self.kept_seconds)
 

@@ -7,7 +7,6 @@ takes a solver seconds, however large the graph is.
 
 import concurrent.futures
 import functools
-import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +19,7 @@ from poet_jax.planners.cuts import Cuts
 from poet_jax.planners.judge import Judged, objective_of
 from poet_jax.planners.lift import lifted, repeats, values_of
 from poet_jax.planners.rounds import HORIZON, worst_stages
-from poet_jax.planners.solver import Solution
+from poet_jax.planners.solver import TOGETHER, Solution
 from poet_jax.price import Costs
 
 # So many binaries, at most this share of all, are chosen anew at first, near so many
@@ -28,9 +27,6 @@ from poet_jax.price import Costs
 # stopped after the second.
 SIZE, SHARE, PLACES = 6000, 0.75, 4
 SECONDS, MOST_SECONDS = 3.5, 4.0
-
-# Parts that are chosen at once, each by a solver on a core of its own.
-TOGETHER = min(4, os.cpu_count() or 1)
 
 # If nothing better was found so often in turn, in all that are chosen at once, that was
 # it.

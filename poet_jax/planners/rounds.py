@@ -14,8 +14,7 @@ from poet_jax.planners.judge import ROUNDING, Judged, keep_everything, prefetch
 from poet_jax.planners.lift import crests, solve
 from poet_jax.price import Costs
 
-# A program with more binaries is solved in fractions alone, and then gets a horizon of
-# so many nodes.
+# A program with more binaries gets a horizon of so many nodes.
 LARGE = 6000
 HORIZON = 40
 
@@ -25,11 +24,11 @@ RESERVING_ROUNDS = 8
 
 # A round has this share of the time limit, and so many seconds at least; three times as
 # much where it ended without a solution.
-SHARE, LEAST_SECONDS = 1 / 6, 5.0
+SHARE, LEAST_SECONDS = 1 / 12, 2.0
 
 # Relative gap at which the solver leaves a round as long as plans need more cuts, and
 # for the smallest budget.
-COARSE_GAP = 3e-4
+COARSE_GAP, LEAN_GAP = 3e-3, 3e-4
 
 
 class Rounds:
@@ -68,7 +67,7 @@ class Rounds:
         self.reserves: Counter[tuple[int, int]] = Counter()  # see `Cuts`
         self.tries = RESERVING_ROUNDS
         self.share = max(LEAST_SECONDS, planner.time_limit_seconds * SHARE)
-        self.gap = max(COARSE_GAP, planner.gap / 2)
+        self.gap = max(COARSE_GAP if budget else LEAN_GAP, planner.gap / 2)
         self.statistics = {"rounds": 0}
 
     def __iter__(self) -> Iterator[tuple[float, Judged | None]]:
@@ -87,8 +86,6 @@ class Rounds:
             size = program.statistics["binaries"]
             many = len(self.cuts) > 1 and size > LARGE
             if self.budget and many and not self.horizon:
-                if size <= 2 * LARGE:  # or that would take long, too
-                    yield self.proven(program.relaxed(seconds / 2)), None
                 self.horizon = HORIZON
                 self.reserve_bytes = self.budget.memory_bytes // 40
                 continue

@@ -31,6 +31,8 @@ FEW, MOST_KINDS = 200, 100
 SHORT_ROW = 50
 # By so much a row of fixed variables may miss.
 TOLERANCE = 1e-6
+# So many programs are solved at once, each by a process on a core of its own.
+TOGETHER = min(4, os.cpu_count() or 1)
 # A solver that is not back this long after its time limit is killed.
 GRACE_SECONDS = 10.0
 # A process that solved for BERT-base holds 200 MB: it is not to last into training.
