@@ -515,17 +515,20 @@ class _Search:
     def lean(self) -> Iterator[tuple[int, Judged | None]]:
         """(bytes that every plan needs, a plan that needs few or None): of heuristics,
         then of programs; the other way round for many nodes."""
-        evicted = (
+        heuristics = (
             (0, evict(self.graph, self.costs, Budget(1), remat=remat, paging=paging))
             for remat, paging in self.modes()
         )
-        # Solvers keep rows up to a tolerance.
-        cut = ((int(bound * (1 - 1e-6)), judged) for bound, judged in self.rounds(None))
         if len(self.graph.nodes) <= EXACT_NODES:
-            return itertools.chain(evicted, self.lean_exactly())
-        if len(self.graph.nodes) > MANY_NODES:
-            return itertools.chain(cut, evicted)
-        return itertools.chain(evicted, cut)
+            return itertools.chain(heuristics, self.lean_exactly())
+        if len(self.graph.nodes) <= MANY_NODES:
+            return itertools.chain(heuristics, self.lean_by_cuts())
+        return itertools.chain(self.lean_by_cuts(), heuristics)
+
+    def lean_by_cuts(self) -> Iterator[tuple[int, Judged | None]]:
+        """As `lean`, by programs of cuts."""
+        for bound, judged in self.rounds(None):
+            yield int(bound * (1 - 1e-6)), judged  # solvers keep rows not quite
 
     def lean_exactly(self) -> Iterator[tuple[int, Judged | None]]:
         """As `lean`, by programs whose minimum is the least that a plan needs."""
@@ -536,9 +539,10 @@ class _Search:
         unit = math.gcd(*sizes) or 1
         while True:
             stages, bound = program.solve(self.seconds_left(), None)
-            judged = stages and judge(graph, costs, stages.actions(graph))
-            yield round(bound / unit) * unit, judged
-            if judged is None or self.seconds_left() <= 1.0:
+            if stages is None:
+                yield round(bound / unit) * unit, None
                 return
-            if not program.tighten(judged, judged):
+            judged = judge(graph, costs, stages.actions(graph))
+            yield round(bound / unit) * unit, judged
+            if self.seconds_left() <= 1.0 or not program.tighten(judged, judged):
                 return
