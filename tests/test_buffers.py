@@ -122,7 +122,9 @@ def wait_until(is_so):
 
 @pytest.fixture
 def one_heap(monkeypatch):
-    """The threads of the test runner may have some of their own, which play no part."""
+    """The threads of the test runner may have some of their own, which play no part,
+    and pools and executables of earlier tests leave holes when they are collected."""
+    gc.collect()
     monkeypatch.setattr(heap, "is_shared", lambda: True)
 
 
