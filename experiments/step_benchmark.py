@@ -15,10 +15,16 @@ rise is of the process's high-water mark (VmHWM) in ten steps or more, one after
 other as in a training loop, over what the process held besides the step's arguments, so
 it is to be compared with the budget. Each model's process measures this machine's rates
 anew, and replaces the file at `poet_jax.host_path()`.
+
+On an accelerator the models are larger ones, budgets are of its memory, and the rise is
+of what its allocator had in use at most since the process began (planning and
+compiling, too), so each row has a process of its own.
 """
 
 import csv
 import functools
+import itertools
+import os
 import pathlib
 import random
 import statistics
@@ -57,6 +63,16 @@ CASES = {
     "gpt12": functools.partial(flax_case, "gpt12:length=256", 4, "text"),
     "unet": unet_case,
 }
+# What fills an accelerator.
+LARGE_CASES = {
+    "gpt24_large": functools.partial(
+        flax_case, "gpt:layers=24,width=1024,heads=16,length=512", 16, "text"
+    ),
+    "bert12_large": functools.partial(flax_case, "bert12", 128, "words"),
+    "resnet50_large": functools.partial(flax_case, "resnet50", 512, "photos"),
+    "unet_large": functools.partial(unet_case, 512),
+}
+ALL_CASES = CASES | LARGE_CASES
 LEAST_PAIRS, MOST_PAIRS = 5, 2000
 # Steps of ours alone whose memory is watched, for half of the seconds.
 LEAST_WATCHED, MOST_WATCHED = 10, 40
@@ -113,7 +129,7 @@ def measure_model(name: str, shares: list[str], writer, flush) -> None:
     """Write the rows of one model."""
     poet_jax.host_path().unlink(missing_ok=True)  # storage is as fast as it is today
     optimizer = optax.adamw(1e-3)
-    case = CASES[name]()
+    case = ALL_CASES[name]()
     params, rest, batch = case.init()
 
     def fresh_state():
@@ -121,7 +137,7 @@ def measure_model(name: str, shares: list[str], writer, flush) -> None:
         return *own, optimizer.init(own[0])
 
     step = training_step(case.loss, optimizer)
-    checkpointed = training_step(CASES[name](checkpoint=True).loss, optimizer)
+    checkpointed = training_step(ALL_CASES[name](checkpoint=True).loss, optimizer)
     plain = jax.jit(step, donate_argnums=0)
     checkpoint = jax.jit(checkpointed, donate_argnums=0)
     state = fresh_state()
@@ -231,7 +247,7 @@ def watch(ours: Contestant, batch, state_bytes: int) -> tuple[int, int]:
     """How far the process's high-water mark rises in how many steps of ours alone."""
     time.sleep(0.1)  # what XLA frees a little after the results are ready
     poet_jax.release()
-    before = memory.resident_bytes() - state_bytes
+    before = held_bytes()[0] - state_bytes
     memory.reset_high_water()
     steps, deadline = 0, time.perf_counter() + SECONDS.value / 2
     while steps < LEAST_WATCHED or (
@@ -239,7 +255,16 @@ def watch(ours: Contestant, batch, state_bytes: int) -> tuple[int, int]:
     ):
         ours.run(batch)
         steps += 1
-    return memory.high_water_bytes() - before, steps
+    return held_bytes()[1] - before, steps
+
+
+def held_bytes() -> tuple[int, int]:
+    """Now, and at most: by the process since the last reset, or on an accelerator by
+    its allocator's count since the process began."""
+    counts = jax.local_devices()[0].memory_stats()
+    if counts is None:
+        return memory.resident_bytes(), memory.high_water_bytes()
+    return counts["bytes_in_use"], counts["peak_bytes_in_use"]
 
 
 def exchange_states(contestants: list[Contestant], chance: random.Random) -> None:
@@ -260,9 +285,9 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
     # Okabe and Ito's colours, which are told apart without red or green.
     colours = ["#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00",
                "#CC79A7"]  # fmt: skip
-    for (name, colour), marker in zip(
-        zip(CASES, colours, strict=True), "osv^Dx*", strict=True
-    ):
+    measured = {row["model"] for row in rows}
+    names = [name for name in ALL_CASES if name in measured]
+    for name, colour, marker in zip(names, colours, "osv^Dx*", strict=False):
         points = sorted(
             (
                 100 * float(row["budget_bytes"]) / float(row["keep_all_bytes"]),
@@ -283,18 +308,26 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    names = MODELS.value or list(CASES)
-    unknown = sorted(set(names) - set(CASES))
+    # The process that starts the others leaves an accelerator's memory to them.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    on_cpu = jax.default_backend() == "cpu"
+    names = MODELS.value or list(CASES if on_cpu else LARGE_CASES)
+    unknown = sorted(set(names) - set(ALL_CASES))
     if unknown:
-        raise app.UsageError(f"--models has {unknown}; the models are {list(CASES)}")
+        raise app.UsageError(
+            f"--models has {unknown}; the models are {list(ALL_CASES)}"
+        )
     folder = pathlib.Path(OUTPUT.value)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "steps.csv"
-    if len(names) > 1 and not PLOT.value:
-        for name in names:  # what one model leaves in memory is not the next one's
+    # What one part leaves in memory is not the next one's.
+    together = [",".join(SHARES.value)] if on_cpu else SHARES.value
+    parts = list(itertools.product(names, together))
+    if len(parts) > 1 and not PLOT.value:
+        for name, shares in parts:
             subprocess.run(
                 [sys.executable, "-m", "experiments.step_benchmark", *sys.argv[1:],
-                 f"--models={name}"],
+                 f"--models={name}", f"--shares={shares}"],
                 check=True,
             )  # fmt: skip
     elif not PLOT.value:

@@ -26,7 +26,7 @@ _PAUSE_SECONDS = 0.005  # as a step's instructions take, between transfers
 # A probe that met a busy machine is not to say that nothing can be computed.
 _MOST_CONTENTION = 0.9
 _STORAGE = "measured: FileStore, 64 KiB and 32 MiB, with checksum, beside products"
-_HOST_MEMORY = "measured: HostStore, 64 KiB and 32 MiB, from and to the device, beside"
+_HOST_MEMORY = "measured: HostStore, 64 KiB and 32 MiB, pinned memory, beside products"
 
 
 def default_store() -> PageStore:
@@ -196,14 +196,18 @@ def _transfer_rates() -> dict[str, Any]:
     }
 
 
-def _write(store: PageStore, array: Any) -> None:
-    store.write(0, np.asarray(array), "probe")
+def _write(store: Any, array: Any) -> None:
+    if on_cpu():
+        store.write(0, array, "probe")
+    else:
+        store.write_array(0, array, "probe")
 
 
-def _read(store: PageStore, data: np.ndarray) -> None:
-    store.read(0, data, "probe")
-    if not on_cpu():
-        jax.block_until_ready(jax.device_put(data))
+def _read(store: Any, data: np.ndarray) -> None:
+    if on_cpu():
+        store.read(0, data, "probe")
+    else:
+        store.read_array(0, "probe")
 
 
 @contextlib.contextmanager

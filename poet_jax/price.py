@@ -255,7 +255,7 @@ def _measure(graph: Graph, executables: Sequence[Executable]) -> np.ndarray:
         if executable.seconds is None:
             values = [graph.values[v] for v in node.reads]
             operands = [jnp.zeros(value.shape, value.dtype) for value in values]
-            large = _node_bytes(graph, node) >= NOTICED_BYTES
+            large = on_cpu() and _node_bytes(graph, node) >= NOTICED_BYTES
             executable.seconds = _seconds_of(
                 executable, operands, other.sum if large else None
             )

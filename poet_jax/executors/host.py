@@ -36,7 +36,7 @@ from poet_jax.plan import Compute, Free, PageIn, PageOut
 from poet_jax.price import Costs
 from poet_jax.program import Fused, Program
 from poet_jax.simulate import Usage, simulate
-from poet_jax.store import PageStore
+from poet_jax.store import PageStore, in_host_memory
 from poet_jax.units import format_bytes, format_count, format_seconds
 
 logger = logging.getLogger("poet_jax")
@@ -151,6 +151,8 @@ class Runner:
         self.nbytes = [value.nbytes for value in program.graph.values]
         self.recycled = [is_recycled(value.kind) for value in program.graph.values]
         self.on_cpu = on_cpu()
+        # Whether pages stay JAX's arrays on their way.
+        self.moves_arrays = not self.on_cpu and hasattr(store, "write_array")
         self._pool: Pool | None = None
         _runners.add(self)
         usage = self._bytes_used()
@@ -488,13 +490,17 @@ class _Step:
 
     def save(self, row: int, value: int, array: jax.Array) -> None:
         self.start_seconds[row] = self.clock()
-        data, name = self.bytes_of(array), self.graph.values[value].name
+        name = self.graph.values[value].name
         place = self.graph.landing.get(value)
         if place is not None:
-            self.landed[place.leaf].write(data, place.block, name)
+            self.landed[place.leaf].write(self.bytes_of(array), place.block, name)
         else:
             self.waiting.add(self.key(value))
-            self.store.write(self.key(value), data, name)
+            if self.runner.moves_arrays:
+                store: Any = self.store
+                store.write_array(self.key(value), array, name)
+            else:
+                self.store.write(self.key(value), self.bytes_of(array), name)
         self.bytes_paged_out += self.runner.nbytes[value]
         self.transferred(row)
 
@@ -512,23 +518,35 @@ class _Step:
         """A value from storage, read into `array` unless the host cannot write
         there."""
         description = self.graph.values[value]
-        data = np.empty(description.nbytes, np.uint8) if array is None else view(array)
+        is_own = value not in self.graph.stored and value not in self.graph.landing
+        if is_own and self.runner.moves_arrays:
+            store: Any = self.store
+            result = store.read_array(self.key(value), description.name)
+        elif array is not None:
+            self.read(value, view(array))
+            result = array
+        else:
+            data = np.empty(description.nbytes, np.uint8)
+            self.read(value, data)
+            host = data.view(description.dtype).reshape(description.shape)
+            result = jax.block_until_ready(jax.device_put(host))
+        if is_own and last:
+            self.store.delete(self.key(value))
+            self.waiting.remove(self.key(value))
+        self.bytes_paged_in += description.nbytes
+        return result
+
+    def read(self, value: int, data: np.ndarray) -> None:
+        """Fill `data` with the bytes of a value on storage."""
+        name = self.graph.values[value].name
         if value in self.graph.stored:
             place = self.graph.stored[value]
-            self.leaves[place.leaf].read(data, place.block, description.name)
+            self.leaves[place.leaf].read(data, place.block, name)
         elif value in self.graph.landing:
             place = self.graph.landing[value]
-            self.landed[place.leaf].read(data, place.block, description.name)
+            self.landed[place.leaf].read(data, place.block, name)
         else:
-            self.store.read(self.key(value), data, description.name)
-            if last:
-                self.store.delete(self.key(value))
-                self.waiting.remove(self.key(value))
-        self.bytes_paged_in += data.nbytes
-        if array is not None:
-            return array
-        host = data.view(description.dtype).reshape(description.shape)
-        return jax.block_until_ready(jax.device_put(host))
+            self.store.read(self.key(value), data, name)
 
     def transferred(self, row: int) -> None:
         """A transfer is done: the storage lane is free."""
@@ -543,6 +561,8 @@ class _Step:
         """[nbytes] for the store; NumPy's own view would keep a buffer from reuse."""
         if self.runner.on_cpu and is_plain(array.dtype) and is_row_major(array):
             return view(array)
+        if not self.runner.on_cpu:
+            array = in_host_memory(array)
         return np.asarray(array).reshape(-1).view(np.uint8)
 
     def count(self, nbytes: int) -> None:
