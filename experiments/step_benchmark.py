@@ -63,15 +63,7 @@ CASES = {
     "gpt12": functools.partial(flax_case, "gpt12:length=256", 4, "text"),
     "unet": unet_case,
 }
-# What fills an accelerator.
-LARGE_CASES = {
-    "gpt24_large": functools.partial(
-        flax_case, "gpt:layers=24,width=1024,heads=16,length=512", 16, "text"
-    ),
-    "bert12_large": functools.partial(flax_case, "bert12", 128, "words"),
-    "resnet50_large": functools.partial(flax_case, "resnet50", 512, "photos"),
-    "unet_large": functools.partial(unet_case, 512),
-}
+LARGE_CASES = {"unet_large": functools.partial(unet_case, 512)}
 ALL_CASES = CASES | LARGE_CASES
 LEAST_PAIRS, MOST_PAIRS = 5, 2000
 # Steps of ours alone whose memory is watched, for half of the seconds.

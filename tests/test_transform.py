@@ -529,7 +529,8 @@ def test_value_and_grad_is_jaxs(argnums, has_aux):
 # On an accelerator, whose arrays the host cannot write to.
 
 
-def test_on_an_accelerator_pages_go_through_host_memory(monkeypatch):
+@pytest.mark.parametrize("make", [None, poet_jax.FileStore])
+def test_on_an_accelerator_pages_go_through_host_memory(make, monkeypatch):
     """With the CPU's arrays, as no accelerator is at hand."""
 
     def step(w, x):
@@ -537,10 +538,18 @@ def test_on_an_accelerator_pages_go_through_host_memory(monkeypatch):
             x = jnp.sin(x @ w)
         return (x**2).mean()
 
+    kinds = []
+
+    def write_array(store, key, array, name):
+        write(store, key, array, name)
+        kinds.append(store._pages[key].sharding.memory_kind)
+
+    write = poet_jax.HostStore.write_array
+    monkeypatch.setattr(poet_jax.HostStore, "write_array", write_array)
     w, x = jax.random.normal(jax.random.key(0), (2, 700, 700)) / 40
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    executor = poet_jax.HostExecutor(fuse=False)
-    assert isinstance(executor.store, poet_jax.HostStore)
+    executor = poet_jax.HostExecutor(make and make(), fuse=False)
+    assert isinstance(executor.store, make or poet_jax.HostStore)
     options = {"planner": poet_jax.paging_only, "executor": executor}
     planned = tight(jax.grad(step), w, x, **options)
     assert_same(planned(w, x), jax.jit(jax.grad(step))(w, x))
@@ -548,6 +557,7 @@ def test_on_an_accelerator_pages_go_through_host_memory(monkeypatch):
     assert planned.last_run.bytes_paged_out == usage.bytes_paged_out > 0
     assert planned.last_run.peak_bytes == usage.peak_bytes
     assert executor.store.nbytes == 0
+    assert set(kinds) == (set() if make else {"pinned_host"})
 
 
 def test_a_numpy_array_that_a_function_closes_over_is_copied_as_under_jit():
