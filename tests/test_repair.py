@@ -1,6 +1,8 @@
 """Repairing a plan: evictions end within the budget, refilling costs no more."""
 
 import dataclasses
+import itertools
+import math
 
 import numpy as np
 from hypothesis import given, settings
@@ -32,6 +34,23 @@ def test_evictions_add_cost_until_the_plan_fits_and_refilling_takes_cost_away(
     full = refill(costs, budget, states[-1], "energy")
     assert full.usage.peak_bytes <= budget.memory_bytes
     assert full.usage.joules <= states[-1].usage.joules
+
+
+@settings(max_examples=50)
+@given(case=graphs())
+def test_the_longer_evictions_go_on_the_leaner_is_what_they_find(case):
+    graph, costs = case
+    keep_all = keep_everything(graph, costs).usage.peak_bytes
+
+    def peak(states: float) -> int:
+        asked = itertools.count(1)
+        within = poet_jax.Budget(1)
+        judged = evict(graph, costs, within, is_over=lambda: next(asked) >= states)
+        return judged.usage.peak_bytes
+
+    peaks = [peak(states) for states in (1, 2, 3, 5, math.inf)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] == keep_all and peaks[-1] == peak(1e6)
 
 
 @settings(max_examples=50)

@@ -3,7 +3,7 @@
 import bisect
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from poet_jax.graph import Graph
 from poet_jax.plan import Budget, Compute, Free, PageIn, PageOut, Plan, Stages
@@ -52,12 +52,13 @@ def evict(
     remat: bool = True,
     paging: bool = True,
     objective: str = "energy",
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Judged:
     """The cheapest state that fits of an eviction sequence, which no budget changes.
 
     So more budget never costs more joules (without static watts; seconds depend on the
-    room for prefetching). Where no state fits, the one with the smallest peak is
-    returned.
+    room for prefetching). Where no state fits until it `is_over`, the one with the
+    smallest peak is returned.
     """
     state = leanest = keep_everything(graph, costs)
     if fits(state.usage, budget):
@@ -74,7 +75,7 @@ def evict(
                 best = judged
         if state.usage.peak_bytes < leanest.usage.peak_bytes:
             leanest = state
-        if not eviction.step(state):
+        if is_over() or not eviction.step(state):
             return best or leanest
         state = eviction.judged()
 

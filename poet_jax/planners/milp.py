@@ -10,7 +10,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from poet_jax import progress
 from poet_jax.errors import BudgetTooSmall
@@ -222,7 +222,8 @@ class _Search:
         self.solver_found = False  # a plan, however good
         self.is_interrupted = False
         self.by_cuts: Rounds | None = None
-        self.kept_seconds = 0.0  # for `improve` and `prove`
+        self.evictions: dict[tuple[bool, bool], Judged] = {}  # by (remat, paging)
+        self.kept_seconds = 0.0  # for what comes after the rounds
         self.statistics: dict[str, int] = {}
 
     def seconds_left(self) -> float:
@@ -353,16 +354,23 @@ class _Search:
         for remat, paging in self.modes():
             if self.best is not None and self.seconds_left() < enough:
                 return
-            self.consider_repaired(
-                evict(
-                    self.graph,
-                    self.costs,
-                    self.budget,
-                    remat=remat,
-                    paging=paging,
-                    objective=self.planner.objective,
-                )
+            self.consider_repaired(self.evicted(remat, paging))
+
+    def evicted(
+        self, remat: bool, paging: bool, is_over: Callable[[], bool] = lambda: False
+    ) -> Judged:
+        """What `evict` finds, which is asked once."""
+        if (remat, paging) not in self.evictions:
+            self.evictions[remat, paging] = evict(
+                self.graph,
+                self.costs,
+                self.budget,
+                remat=remat,
+                paging=paging,
+                objective=self.planner.objective,
+                is_over=is_over,
             )
+        return self.evictions[remat, paging]
 
     def modes(self) -> list[tuple[bool, bool]]:
         """The (remat, paging) to try: both, and each alone."""
@@ -473,7 +481,10 @@ class _Search:
         self.consider(prefetch(self.costs, judged, self.budget))
 
     def rounds(self, budget: Budget | None) -> Rounds:
-        left = self.seconds_for_rounds if budget else self.seconds_left
+        def seconds_for_bytes() -> float:
+            return self.seconds_left() - self.kept_seconds
+
+        left = self.seconds_for_rounds if budget else seconds_for_bytes
         parts = self.graph, self.costs, budget, self.planner, left
         rounds = Rounds(*parts, self.start)
         self.statistics = rounds.statistics
@@ -514,16 +525,19 @@ class _Search:
 
     def lean(self) -> Iterator[tuple[int, Judged | None]]:
         """(bytes that every plan needs, a plan that needs few or None): of heuristics,
-        then of programs; the other way round for many nodes."""
-        heuristics = (
-            (0, evict(self.graph, self.costs, Budget(1), remat=remat, paging=paging))
-            for remat, paging in self.modes()
-        )
-        if len(self.graph.nodes) <= EXACT_NODES:
-            return itertools.chain(heuristics, self.lean_exactly())
-        if len(self.graph.nodes) <= MANY_NODES:
-            return itertools.chain(heuristics, self.lean_by_cuts())
-        return itertools.chain(self.lean_by_cuts(), heuristics)
+        then of programs; the other way round, half of the time each, for many nodes."""
+        many = len(self.graph.nodes) > MANY_NODES
+        self.kept_seconds = self.seconds_left() / 2 if many else 0.0
+
+        def is_over() -> bool:
+            return many and self.seconds_left() <= 1.0
+
+        heuristics = ((0, self.evicted(*means, is_over)) for means in self.modes())
+        if many:
+            return itertools.chain(self.lean_by_cuts(), heuristics)
+        exact = len(self.graph.nodes) <= EXACT_NODES
+        programs = self.lean_exactly() if exact else self.lean_by_cuts()
+        return itertools.chain(heuristics, programs)
 
     def lean_by_cuts(self) -> Iterator[tuple[int, Judged | None]]:
         """As `lean`, by programs of cuts."""
