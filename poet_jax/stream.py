@@ -24,9 +24,10 @@ from poet_jax.trace import trace
 ELEMENTWISE = frozenset(
     "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp "
     "convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp "
-    "exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p logistic lt max "
-    "min mul ne neg nextafter not or pow real rem round rsqrt select_n sign sin sinh "
-    "sqrt square stop_gradient sub tan tanh xor".split()
+    "exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p log2 logistic lt "
+    "max min mul ne neg nextafter not one_minus_square or polynomial pow real rem "
+    "round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh "
+    "xor".split()
 )
 
 

@@ -341,7 +341,9 @@ def test_large_images_are_not_copied_at_once():
             large_convolutions(poet_jax.trace(convolve, image, kernel)),
         )
     ]
-    assert workspaces[1] < image.nbytes / 4 < image.nbytes <= workspaces[0]
+    assert workspaces[1] < image.nbytes / 4
+    # XLA copies them up to JAX 0.10.
+    assert workspaces[0] >= image.nbytes or jax.__version_info__ >= (0, 11)
 
 
 @pytest.mark.parametrize(

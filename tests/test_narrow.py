@@ -283,22 +283,23 @@ def test_sizes_show_what_it_saves():
     text = poet_jax.sizes(before=before, after=poet_jax.narrow(before)).splitlines()
     assert text[0].split() == ["nodes", "written", "saved", "FLOPs"]
     assert [line.split()[0] for line in text[1:]] == ["before", "after"]
-    assert "3.0 MiB" in text[1] and "2.2 MiB" in text[2]
+    saved = [float(line.split()[4]) for line in text[1:]]
+    assert saved[0] - saved[1] == pytest.approx(0.75, abs=0.06)  # MiB
 
 
 @pytest.mark.parametrize("is_smooth", [False, True])
 def test_a_part_is_saved_only_if_the_whole_is_not(is_smooth):
-    """The slope of tanh needs its result, that of relu does not."""
+    """The slope of exp is its result, that of relu does not need it."""
 
     def fun(w, x):
         def loss(w):
-            y = (jnp.tanh if is_smooth else jax.nn.relu)(x @ w[0])
+            y = (jnp.exp if is_smooth else jax.nn.relu)(x @ w[0])
             return jnp.sum(jnp.tanh(y @ w[1]))
 
         first, second = jax.grad(loss)(w)
         return first, second[:16]
 
-    _, after = both(fun, [normal((32, 64)), normal((64, 32))], normal((512, 32)))
+    _, after = both(fun, [normal((32, 64)) / 16, normal((64, 32))], normal((512, 32)))
     graph = poet_jax.order(poet_jax.coarsen(after))
     parts = [
         n for n in graph.nodes for v in n.writes if graph.values[v].shape == (512, 16)

