@@ -73,6 +73,8 @@ def evict(
             value = objective_of(judged.usage, objective)
             if best is None or value < objective_of(best.usage, objective):
                 best = judged
+            if objective == "energy" and not costs.static_watts:
+                return best  # evictions only add joules
         if state.usage.peak_bytes < leanest.usage.peak_bytes:
             leanest = state
         if is_over() or not eviction.step(state):
