@@ -510,6 +510,28 @@ def test_scratch_that_nobody_asked_for_finds_room(one_heap):
 
 
 @pytest.mark.skipif(not heap.returns_pages(), reason="returns pages, as Linux does")
+def test_scratch_far_from_the_workspace_finds_room_from_the_second_time_on(one_heap):
+    """Of 16 MiB that do not fit beside 4 of workspace, beside a buffer of 32 in a limit
+    of 44, and in one run of four there is none."""
+    mib, kind = 2**20, ((2**25,), jnp.dtype("uint8"))
+    pool = Pool([(0, kind), (2, kind)], 44 * mib, True, {1: 4 * mib})
+    for run in range(12):
+        with heap.keeping_freed_blocks():
+            pool.begin(0)
+            held = heap.resident_bytes() - pool.idle_bytes
+            pool.give(*pool.take([kind], 0, 0))
+            pool.take([], 1, 0, 0, 4 * mib)
+            sizes = [4 * mib] + [16 * mib] * (run % 4 > 0)
+            blocks = [heap.allocate(size) for size in sizes]
+            for block, size in zip(blocks, sizes, strict=True):
+                heap.populate_pages(*heap.whole_pages(block, size))
+            if run > 1:
+                assert heap.resident_bytes() - held <= 45 * mib
+            heap.free_all(blocks)
+            pool.end()
+
+
+@pytest.mark.skipif(not heap.returns_pages(), reason="returns pages, as Linux does")
 def test_scratch_with_holes_takes_no_room_for_the_holes(one_heap):
     """Of 7 MiB beyond the workspace the last is written to, and 3 of 44 are left for
     that: a buffer of 32 keeps its pages, if not in the first runs."""

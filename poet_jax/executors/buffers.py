@@ -338,6 +338,7 @@ class Pool:
         self._largest_bytes = max(large.values(), default=0)
         self._workspace: Workspace | None = None
         self._user = 0  # the instruction that it was lent to
+        self._given_bytes = 0  # held then, and of small results
         self._scratch: dict[int, int] = {}  # bytes beyond what an instruction asks for
         self._moves = self._most_mappings = 0
         self._lending = threading.Lock()
@@ -417,8 +418,9 @@ class Pool:
         spared_bytes = min(SCRATCH_BYTES, max(self._spared_bytes, 2 * scratch_bytes))
         if workspace:
             needing.append((workspace, workspace.kept))
-            if row not in self._scratch:
-                spared_bytes = heap.PAGE_BYTES * workspace.flags.count(0)
+            if row not in self._scratch:  # as much again as it asks for
+                missing_bytes = heap.PAGE_BYTES * workspace.flags.count(0)
+                spared_bytes = max(missing_bytes, workspace_bytes)
             self._user, self._scratch[row] = row, scratch_bytes
         else:
             new_bytes += workspace_bytes
@@ -443,6 +445,7 @@ class Pool:
         ]
         if workspace:  # not before, or a new array would lie in it
             workspace.give(workspace_bytes)
+            self._given_bytes = heap.held_bytes()[0] + more_bytes
         return arrays
 
     def _make_room(self, new_bytes: int) -> None:
@@ -517,15 +520,17 @@ class Pool:
     def _regain(self) -> None:
         """Take the workspace back after the executable that used it.
 
-        What it grew by is scratch, or was once: others free blocks beside it, too, and
-        then it has grown by theirs. So what is expected of an instruction fades.
+        What it grew by is scratch, or was once, and so is what the process grew by:
+        XLA frees scratch, and the heap keeps it for now. But others free blocks, too,
+        and then it has grown by theirs, so what is expected of an instruction fades.
         """
         workspace = self._workspace
         if workspace is None or not workspace.is_lent:
             return
+        elsewhere_bytes = heap.held_bytes()[0] - self._given_bytes
         self.idle_bytes -= workspace.spare * heap.PAGE_BYTES
-        grown_bytes = workspace.take() * heap.PAGE_BYTES
-        expected_bytes = self._scratch[self._user] * 7 // 8
+        grown_bytes = max(workspace.take() * heap.PAGE_BYTES, elsewhere_bytes)
+        expected_bytes = self._scratch[self._user] * 31 // 32
         self._scratch[self._user] = max(grown_bytes, expected_bytes)
         workspace.kept = 0
         self.idle_bytes += workspace.held * heap.PAGE_BYTES
