@@ -98,9 +98,10 @@ def _measured() -> DeviceProfile:
     negate = jax.jit(jnp.negative).lower(b).compile()
     bytes_per_second = 2 * _PROBE_BYTES / best_seconds(lambda: negate(b))
     transfers = _transfer_rates()
+    ram_bytes, memory = _memory()
     return DeviceProfile(
         name="this machine",
-        ram_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        ram_bytes=ram_bytes,
         flops_per_second=flops_per_second,
         flops_per_joule=flops_per_second / 10.0,
         bytes_per_second=bytes_per_second,
@@ -110,7 +111,7 @@ def _measured() -> DeviceProfile:
         measured=True,
         **transfers,
         source={
-            "ram_bytes": "the system's physical memory",
+            "ram_bytes": memory,
             "flops_per_second": "measured: product of 1024 x 1024 matrices",
             "flops_per_joule": "assumed: 10 W for compute on all cores",
             "bytes_per_second": "measured: negating 32 MiB",
@@ -122,6 +123,15 @@ def _measured() -> DeviceProfile:
             "measured": "nodes are timed when a graph is priced",
         },
     )
+
+
+def _memory() -> tuple[int, str]:
+    """Bytes of the memory that holds arrays, and what it is."""
+    counts = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in counts:
+        return counts["bytes_limit"], "what JAX may take of the accelerator's memory"
+    nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return nbytes, "the system's physical memory"
 
 
 def best_seconds(run, repeats: int = 3) -> float:
