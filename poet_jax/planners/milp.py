@@ -81,7 +81,8 @@ class MilpPlanner:
       progress: whether a line on the terminal shows how far the planning is.
 
     Its call raises BudgetTooSmall, where it may take a quarter of the limit more to
-    name the smallest budget that works (and some seconds for thousands of nodes), and
+    name the smallest budget that works (and some seconds for thousands of nodes, or as
+    long again for heuristics if it was not sure before that nothing fits), and
     ValueError for a pattern that matches nothing. Interrupted by Ctrl-C it returns the
     best plan that it has, or a heuristic's.
     """
@@ -342,19 +343,20 @@ class _Search:
         if not self.is_optimal():
             self.solve()
             if many and self.best is None:
-                self.heuristics()
+                self.limit_seconds *= 2
+                self.heuristics(lambda: self.seconds_left() <= 1.0)
             if self.best is not None and not self.solver_found:
                 solver = self.planner.solver
                 logger.warning("%s found no plan; the best heuristic's is used", solver)
 
-    def heuristics(self) -> None:
+    def heuristics(self, is_over: Callable[[], bool] = lambda: False) -> None:
         """Evictions with each means alone and both, for an incumbent to start from; no
         more of them once they have one and took a quarter of the time."""
         enough = 0.75 * self.limit_seconds
         for remat, paging in self.modes():
             if self.best is not None and self.seconds_left() < enough:
                 return
-            self.consider_repaired(self.evicted(remat, paging))
+            self.consider_repaired(self.evicted(remat, paging, is_over))
 
     def evicted(
         self, remat: bool, paging: bool, is_over: Callable[[], bool] = lambda: False
