@@ -375,7 +375,9 @@ def test_the_step_benchmark_measures_a_step_beside_jit(tmp_path):
 
 
 def test_steps_stay_within_the_budget_one_after_the_other(tmp_path):
-    run_module("drift", tmp_path, "--rows=2", "--budget=40%", "--time_limit=5")
+    # With JAX 0.12 the default, 35 %, is less than this U-Net needs.
+    more = ["--budget=40%"] if jax.__version_info__ >= (0, 12) else []
+    run_module("drift", tmp_path, "--rows=2", "--time_limit=5", *more)
     for row in csv.DictReader((tmp_path / "unet.csv").read_text().splitlines()):
         assert int(row["beyond_bytes"]) <= 8 * 2**20, row
 

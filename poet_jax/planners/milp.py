@@ -224,6 +224,7 @@ class _Search:
         self.is_interrupted = False
         self.by_cuts: Rounds | None = None
         self.evictions: dict[tuple[bool, bool], Judged] = {}  # by (remat, paging)
+        self.leanest = keep_everything(graph, costs)
         self.kept_seconds = 0.0  # for what comes after the rounds
         self.statistics: dict[str, int] = {}
 
@@ -361,18 +362,23 @@ class _Search:
     def evicted(
         self, remat: bool, paging: bool, is_over: Callable[[], bool] = lambda: False
     ) -> Judged:
-        """What `evict` finds, which is asked once."""
-        if (remat, paging) not in self.evictions:
-            self.evictions[remat, paging] = evict(
-                self.graph,
-                self.costs,
-                self.budget,
-                remat=remat,
-                paging=paging,
-                objective=self.planner.objective,
-                is_over=is_over,
-            )
-        return self.evictions[remat, paging]
+        """What `evict` finds, asked once; again if it was over before it was done."""
+        if (remat, paging) in self.evictions:
+            return self.evictions[remat, paging]
+        judged = evict(
+            self.graph,
+            self.costs,
+            self.budget,
+            remat=remat,
+            paging=paging,
+            objective=self.planner.objective,
+            is_over=is_over,
+        )
+        if not is_over():
+            self.evictions[remat, paging] = judged
+        if judged.usage.peak_bytes < self.leanest.usage.peak_bytes:
+            self.leanest = judged
+        return judged
 
     def modes(self) -> list[tuple[bool, bool]]:
         """The (remat, paging) to try: both, and each alone."""
@@ -507,7 +513,7 @@ class _Search:
         graph, costs = self.graph, self.costs
         elapsed, limit = time.monotonic() - self.since, self.planner.time_limit_seconds
         self.limit_seconds = max(limit, elapsed + limit / 4)
-        least, leanest = self.floor_bytes, keep_everything(graph, costs)
+        least, leanest = self.floor_bytes, self.leanest
         for bound, judged in self.lean():
             least = max(least, bound)
             if judged and judged.usage.peak_bytes < leanest.usage.peak_bytes:
