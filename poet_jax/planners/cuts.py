@@ -46,6 +46,8 @@ class Cuts:
       horizon: nodes that run again are at most so many before one whose results a
         segment reads; None for no limit. With it the minimum is no bound.
       again: (node, segment) of nodes that may run again beyond the horizon.
+      windows: whether (18) are between any two cuts. They make relaxations stronger,
+        and far larger.
       choice: what may be left out. With it the objective is what that would gain.
     """
 
@@ -61,6 +63,7 @@ class Cuts:
         choice: Choice | None = None,
         reserves: Mapping[tuple[int, int], int] = MappingProxyType({}),
         again: Collection[tuple[int, int]] = (),
+        windows: bool = False,
     ):
         self.graph, self.costs, self.budget = graph, costs, budget
         self.planner, self.horizon, self.again = planner, horizon, again
@@ -93,8 +96,9 @@ class Cuts:
         self.needed = [{v: x for v, x in y.items() if x} for y in self.needed]
         self._variables()
         self._source_rows()
-        for segment in range(1, self.last, 1 if horizon is None else 3):
-            self._window_rows(segment)
+        for stop in range(3 if windows else self.last + 1, self.last + 2):
+            for start in range(1, stop - 1, 1 if horizon is None else 3):
+                self._window_rows(start, stop)
         self._memory_rows(reserve_bytes, reserves)
         self._store_rows()
         if self.chosen is not None:
@@ -236,14 +240,14 @@ class Cuts:
             if not (begins or same) and self.is_older(v, cut - 1):
                 model += kept <= self.sources(v, cut - 1)  # (15)
 
-    def _window_rows(self, start: int) -> None:
-        """(18) From cut `start` to the end of the step as one segment.
+    def _window_rows(self, start: int, stop: int) -> None:
+        """(18) From cut `start` to cut `stop`, or the end of the step, as one segment.
 
         Without them a fraction of a kept value serves a fraction of a repeat in every
         segment, and these fractions add up to a whole one.
         """
         graph, model = self.graph, self.model
-        segments = range(start, self.last + 1)
+        segments = range(start, stop)
         windows: dict[tuple[str, int], Any] = {}
         todo: list[int] = []
 
@@ -255,6 +259,8 @@ class Cuts:
                 self.model += once <= xsum(found)
                 if kind == "r":
                     todo.append(number)
+                elif number in self.page_out:
+                    self.model += once <= self.page_out[number]
             return windows.get((kind, number))
 
         def sources(v: int) -> Any:
@@ -274,6 +280,9 @@ class Cuts:
         }
         for (v, _), runs in wanted.items():
             model += sources(v) >= runs
+        for (v, cut), kept in self.x.items():
+            if cut == stop and self.is_older(v, start):
+                model += kept <= sources(v)
         while todo:
             node = todo.pop()
             for v in graph.nodes[node].reads:

@@ -1,6 +1,7 @@
 """Solutions of the program of `Cuts` as plans, and plans as values of its binaries."""
 
 import bisect
+import itertools
 from collections.abc import Collection, Iterable
 from typing import Any
 
@@ -10,7 +11,8 @@ from poet_jax.graph import Graph
 from poet_jax.in_place import replaceable
 from poet_jax.plan import Compute, Free, PageIn, Stages
 from poet_jax.planners.cuts import Cuts
-from poet_jax.planners.judge import Judged, judge
+from poet_jax.planners.judge import Judged, judge, keep_everything
+from poet_jax.price import Costs
 
 
 def solve(
@@ -88,6 +90,16 @@ def crests(graph: Graph, judged: Judged) -> list[tuple[int, int]]:
             worst[stage] = max(worst[stage], (int(live), instruction.node))
             stage += instruction.node == stage
     return worst
+
+
+def crest_nodes(graph: Graph, costs: Costs, count: int) -> dict[int, int]:
+    """The base nodes at which keep-all needs most in each of `count` stretches of the
+    step, and the bytes that it needs there."""
+    live = [n for n, _ in crests(graph, keep_everything(graph, costs))]
+    edges = [len(live) * part // count for part in range(count + 1)]
+    stretches = [range(a, b) for a, b in itertools.pairwise(edges) if a < b]
+    found = [max(stretch, key=live.__getitem__) for stretch in stretches]
+    return {node: live[node] for node in found}
 
 
 class _Lift:

@@ -4,11 +4,14 @@ Small graphs are solved exactly by `Formulation`, larger ones by `Rounds`; every
 plan on the way is repaired, prefetched and judged by the simulator.
 """
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import fnmatch
 import itertools
 import logging
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -17,7 +20,7 @@ from poet_jax.errors import BudgetTooSmall
 from poet_jax.graph import Graph
 from poet_jax.order import late
 from poet_jax.plan import Budget, Plan, Status
-from poet_jax.planners.bounds import bounds
+from poet_jax.planners.bounds import Bounds
 from poet_jax.planners.formulation import Formulation
 from poet_jax.planners.greedy import evict
 from poet_jax.planners.judge import (
@@ -36,7 +39,7 @@ from poet_jax.planners.judge import (
 from poet_jax.planners.neighbourhoods import Neighbourhoods
 from poet_jax.planners.repair import evictions, refill
 from poet_jax.planners.rounds import Rounds
-from poet_jax.planners.solver import check_solver
+from poet_jax.planners.solver import TOGETHER, check_solver
 from poet_jax.price import Costs
 from poet_jax.units import format_count, format_joules, format_seconds
 
@@ -56,8 +59,11 @@ CHEAP = 1.005
 # choosing parts of it anew.
 WIDE = 1.001
 
-# So much of the time goes to a better bound, at last.
-PROVING = 1 / 6
+# So much of the time goes to a better bound alone, at last.
+PROVING = 1 / 10
+
+# Once a round ran out of time, so many of the cuts that bound most are among its own.
+FIRST = 2
 
 # Beyond so many nodes heuristics take longer than `Rounds`, and are asked only if that
 # finds no plan, and for all means together.
@@ -116,11 +122,11 @@ class MilpPlanner:
         """A plan that costs no more than `start`, one of this planner's, if that
         fits."""
         numbers = late(graph)
-        search = _Search(self, self.restrict(graph), costs, budget)
+        search = _Search(self, self.restrict(graph), costs, budget, start)
         most = NODES_PER_SECOND * self.time_limit_seconds
         one = not EXACT_NODES < len(numbers) <= most or list(numbers) == sorted(numbers)
         if one or search.is_hopeless():
-            search.run(self.time_limit_seconds, start)
+            search.run(self.time_limit_seconds)
             return search.plan()
         return self._plan_in_two_orders(search, numbers, start)
 
@@ -128,7 +134,7 @@ class MilpPlanner:
         self, given: "_Search", numbers: tuple[int, ...], start: Plan | None
     ) -> Plan:
         """The better of `given`'s plan and one in the order `numbers` of its nodes:
-        each has a quarter of the time, and the better one what is left."""
+        each has a quarter of the time, and what is left the one that promises more."""
         graph, costs, quarter = given.graph, given.costs, self.time_limit_seconds / 4
         moved = dataclasses.replace(
             graph, nodes=tuple(graph.nodes[number] for number in numbers)
@@ -137,19 +143,21 @@ class MilpPlanner:
         places = {number: place for place, number in enumerate(numbers)}
         moved_start = start and start.renumbered(places)
         searches = [given]
-        given.run(quarter, start)
+        given.run(quarter)
         if not (given.is_interrupted or (start is None and given.is_cheap())):
-            searches.append(_Search(self, moved, costs, given.budget, given.since))
+            parts = self, moved, costs, given.budget, moved_start
+            searches.append(_Search(*parts, given.since))
             try:
-                searches[-1].run(2 * quarter, moved_start)
+                searches[-1].run(2 * quarter)
             except KeyboardInterrupt:
                 if given.best is None:
                     raise
-        best = min(searches, key=_Search.least)
+        best = min(searches, key=_Search.promise)
         if any(search.is_interrupted for search in searches):
             best.statistics["interrupted"] = 1
         else:
             best.run(self.time_limit_seconds)
+        best = min(searches, key=_Search.least)
         if best is given or best.best is None:
             return given.plan()
         return best.plan().renumbered(dict(enumerate(numbers)))
@@ -203,7 +211,13 @@ def _matching(graph: Graph, pin: str, patterns: Iterable[str]) -> set[int]:
 
 
 class _Search:
-    """One call of the planner: an incumbent that the simulator accepts, and a bound."""
+    """One call of the planner: an incumbent that the simulator accepts, and a bound.
+
+    Args:
+      planner, graph, costs, budget: what is asked.
+      start: a plan to begin with, if it is in this order of nodes.
+      since: when the planning began; now by default.
+    """
 
     def __init__(
         self,
@@ -211,6 +225,7 @@ class _Search:
         graph: Graph,
         costs: Costs,
         budget: Budget,
+        start: Plan | None = None,
         since: float | None = None,
     ):
         self.planner, self.graph = planner, graph
@@ -223,10 +238,15 @@ class _Search:
         self.solver_found = False  # a plan, however good
         self.is_interrupted = False
         self.by_cuts: Rounds | None = None
+        self.bounds = Bounds(graph, costs, budget, planner)
         self.evictions: dict[tuple[bool, bool], Judged] = {}  # by (remat, paging)
         self.leanest = keep_everything(graph, costs)
         self.kept_seconds = 0.0  # for what comes after the rounds
         self.statistics: dict[str, int] = {}
+        for resident in ((), graph.successors):
+            self.consider(keep_everything(graph.with_resident(resident), costs))
+        if start is not None and list(start.order) == sorted(start.order):
+            self.consider_repaired(judge_plan(graph, costs, start))
 
     def seconds_left(self) -> float:
         return max(1.0, self.limit_seconds - (time.monotonic() - self.since))
@@ -244,6 +264,11 @@ class _Search:
         """The objective of the best plan; infinite without one."""
         return math.inf if self.best is None else self.value(self.best)
 
+    def promise(self) -> float:
+        """What the best plan may cost at last: half way from what it does to the
+        bound."""
+        return (self.least() + self.bound) / 2
+
     def is_optimal(self) -> bool:
         if self.best is None:
             return False
@@ -251,7 +276,7 @@ class _Search:
 
     def is_wide(self) -> bool:
         """Whether there is much between the best plan and the bound."""
-        return self.best is not None and self.least() > WIDE * self.bound
+        return self.least() > WIDE * self.bound
 
     def is_hopeless(self) -> bool:
         """Whether no plan can fit, whatever it does."""
@@ -277,16 +302,9 @@ class _Search:
             f"{show(self.bound)}, {max(left, 0.0):.0f} s left"
         )
 
-    def run(self, limit_seconds: float, start: Plan | None = None) -> None:
+    def run(self, limit_seconds: float) -> None:
         """Look for plans until so much of the planning's time is over, or go on."""
         self.limit_seconds = limit_seconds
-        if self.best is None:
-            for resident in ((), self.graph.successors):
-                graph = self.graph.with_resident(resident)
-                self.consider(keep_everything(graph, self.costs))
-        if start is not None and not self.is_optimal():
-            if list(start.order) == sorted(start.order):
-                self.consider_repaired(judge_plan(self.graph, self.costs, start))
         try:
             with progress.line(self.__str__, self.planner.progress):
                 if not (self.is_optimal() or self.is_hopeless()):
@@ -421,6 +439,23 @@ class _Search:
         proving = PROVING * limit if self.limit_seconds >= limit else 0.0
         for kept in (self.limit_seconds / 2, 0.0):
             self.kept_seconds = max(min(kept, self.seconds_left() / 2), proving)
+            self.solve_rounds(rounds)
+            if self.is_optimal() or self.best is None:
+                return
+            self.kept_seconds = proving
+            self.improve(rounds.cuts)
+            if self.is_optimal():
+                return
+            for bound in self.bounds.over(rounds.cuts, lambda: self.seconds_left() - 1):
+                self.raise_bound(bound)
+                if self.is_optimal():
+                    return
+
+    def solve_rounds(self, rounds: Rounds) -> None:
+        """Consider the plans of rounds, and look for better bounds beside them if the
+        first one leaves a gap."""
+        is_proving = False
+        with contextlib.ExitStack() as beside:
             for bound, judged in rounds:
                 self.raise_bound(bound)
                 if judged is not None:
@@ -428,31 +463,32 @@ class _Search:
                     self.consider_repaired(judged)
                 if self.is_optimal():
                     return
-            if self.best is None:
-                return
-            self.kept_seconds = proving
-            self.improve(rounds.cuts)
-            if self.is_optimal():
-                return
-            self.prove(rounds.cuts)
-            if self.is_optimal():
-                return
+                if self.is_wide() and not is_proving:
+                    is_proving = True
+                    beside.enter_context(self.proving(rounds.cuts))
+                if rounds.stopped:
+                    rounds.cuts.update(self.bounds.chosen[:FIRST])
 
-    def prove(self, cuts: set[int]) -> None:
-        """Look for a better bound in the time that was kept."""
-        seconds = min(self.kept_seconds, self.seconds_left() - 1.0)
-        if seconds <= 0 or not self.is_wide():
-            return
-        end = time.monotonic() + seconds
+    @contextlib.contextmanager
+    def proving(self, cuts: set[int]) -> Iterator[None]:
+        """Look for a better bound in a thread meanwhile.
+
+        It counts from the end on, so that what happens meanwhile does not depend on
+        how long anything takes.
+        """
+        is_over = threading.Event()
 
         def seconds_left() -> float:
-            return end - time.monotonic()
+            return 0.0 if is_over.is_set() else math.inf
 
-        parts = self.graph, self.costs, self.budget, self.planner
-        for bound in bounds(*parts, cuts, seconds_left):
-            self.raise_bound(bound)
-            if self.is_optimal():
-                return
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            bounds = self.bounds.over(cuts, seconds_left, max(1, TOGETHER - 1))
+            best = thread.submit(lambda: max(bounds, default=0.0))
+            try:
+                yield
+            finally:
+                is_over.set()
+        self.raise_bound(best.result())
 
     def improve(self, cuts: set[int]) -> None:
         """Choose parts of the best plan anew."""
@@ -472,7 +508,7 @@ class _Search:
 
     def seconds_for_rounds(self) -> float:
         """Without those that are kept, unless there is little to improve."""
-        if not self.is_wide():
+        if self.best is None or not self.is_wide():
             return self.seconds_left()
         return max(1.0, self.seconds_left() - self.kept_seconds)
 

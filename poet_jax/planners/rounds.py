@@ -45,6 +45,8 @@ class Rounds:
 
     Attributes:
       statistics: of the last program, with the number of rounds.
+      stopped: whether the solver ran out of the last round's time.
+      cuts: base nodes at which memory is limited; others may add some.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Rounds:
         self.share = max(LEAST_SECONDS, planner.time_limit_seconds * SHARE)
         self.gap = max(COARSE_GAP if budget else LEAN_GAP, planner.gap / 2)
         self.statistics = {"rounds": 0}
+        self.stopped = False
 
     def __iter__(self) -> Iterator[tuple[float, Judged | None]]:
         while self.seconds_left() > 1.0:
@@ -92,9 +95,9 @@ class Rounds:
             self.statistics |= program.statistics
             self.statistics["rounds"] += 1
             judged, bound = solve(program, seconds, self.gap, self.start())
-            stopped = time.monotonic() - begin > 0.9 * seconds
+            self.stopped = time.monotonic() - begin > 0.9 * seconds
             yield self.proven(bound), judged
-            if not self.adapt(judged, bound, stopped):
+            if not self.adapt(judged, bound, self.stopped):
                 return
 
     def proven(self, bound: float) -> float:

@@ -9,7 +9,6 @@ paging, not a sum over layers. `evolve` is the published search, for comparison.
 
 import dataclasses
 import functools
-import itertools
 import json
 import logging
 import math
@@ -21,13 +20,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from poet_jax.errors import BudgetTooSmall
-from poet_jax.graph import Graph
 from poet_jax.planners.cuts import Cuts
 from poet_jax.planners.judge import fits, keep_everything
-from poet_jax.planners.lift import crests
+from poet_jax.planners.lift import crest_nodes
 from poet_jax.planners.milp import MilpPlanner
 from poet_jax.planners.solver import xsum
-from poet_jax.price import Costs
 from poet_jax.schedule import Schedule
 from poet_jax.units import format_count
 from poet_jax.update.items import Items
@@ -153,7 +150,7 @@ def search(
     planner = MilpPlanner(solver=getattr(beneath.scheduled.planner, "solver", "CBC"))
     items = Items(beneath, gains)
     graph, costs, choice = items.graph, items.costs, items.choice
-    cuts = _crests(graph, costs)
+    cuts = crest_nodes(graph, costs, CUTS)
     refused: list[frozenset[int]] = []
 
     def seconds_left() -> float:
@@ -272,11 +269,3 @@ def _found(
     gain = items.gain(chosen)
     names, bound = items.names(chosen), max(bound, gain)
     return Found(items.update(chosen), names, gain, bound, schedule, planned)
-
-
-def _crests(graph: Graph, costs: Costs) -> set[int]:
-    """Nodes at which keep-all needs most, each in a stretch of the step of its own."""
-    live = [bytes_ for bytes_, _ in crests(graph, keep_everything(graph, costs))]
-    edges = [len(live) * part // CUTS for part in range(CUTS + 1)]
-    stretches = [range(a, b) for a, b in itertools.pairwise(edges) if a < b]
-    return {max(stretch, key=live.__getitem__) for stretch in stretches}
