@@ -17,12 +17,12 @@ from poet_jax.graph import Graph
 from poet_jax.plan import Budget
 from poet_jax.planners.cuts import Cuts
 from poet_jax.planners.judge import least_objective
-from poet_jax.planners.lift import crest_nodes
+from poet_jax.planners.lift import stage_bytes, summits
 from poet_jax.planners.solver import TOGETHER
 from poet_jax.price import Costs
 
-# The cuts to begin with are from so many stretches of the step.
-STRETCHES = 24
+# The cuts to begin with are two from each of so many stretches of the step.
+STRETCHES = 12
 
 # A cut that adds less than this share of the bound adds nothing.
 WORTH = 1e-7
@@ -61,7 +61,7 @@ class Bounds:
         """Choose among these base nodes, too, until none adds anything, or a relaxation
         takes too long; so many are asked at once. `cuts` may grow meanwhile."""
         if not self._added:
-            self._ask_for(self._crests())
+            self._ask_for(self._summits())
 
         def may_ask() -> bool:
             return self._took < min(self._seconds, seconds_left())
@@ -83,11 +83,17 @@ class Bounds:
                 self.bound += self._added.pop(cut)
                 self.chosen.append(cut)
 
-    def _crests(self) -> list[int]:
-        """Where keep-all exceeds the budget."""
+    def _summits(self) -> list[int]:
+        """Where keep-all exceeds the budget most, and where what a node needs itself,
+        which no plan can do without, takes much of that."""
         graph, costs, budget, _ = self._parts
-        crests = crest_nodes(graph, costs, STRETCHES)
-        return [n for n, nbytes in crests.items() if nbytes > budget.memory_bytes]
+        live = stage_bytes(graph, costs)
+        own = costs.workspace_bytes + [
+            sum(costs.nbytes[v] for v in {*node.reads, *node.writes})
+            for node in graph.nodes
+        ]
+        cuts = summits(live, STRETCHES) | summits([*(own + live)], STRETCHES)
+        return [cut for cut in cuts if live[cut] > budget.memory_bytes]
 
     def _ask_for(self, cuts: Collection[int]) -> None:
         """Cuts that were not asked for before come first."""

@@ -2,7 +2,7 @@
 
 import bisect
 import itertools
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -92,14 +92,16 @@ def crests(graph: Graph, judged: Judged) -> list[tuple[int, int]]:
     return worst
 
 
-def crest_nodes(graph: Graph, costs: Costs, count: int) -> dict[int, int]:
-    """The base nodes at which keep-all needs most in each of `count` stretches of the
-    step, and the bytes that it needs there."""
-    live = [n for n, _ in crests(graph, keep_everything(graph, costs))]
-    edges = [len(live) * part // count for part in range(count + 1)]
+def stage_bytes(graph: Graph, costs: Costs) -> list[int]:
+    """[N] what keep-all has in RAM while each node runs."""
+    return [n for n, _ in crests(graph, keep_everything(graph, costs))]
+
+
+def summits(nbytes: Sequence[int], count: int) -> set[int]:
+    """Where `nbytes` is most in each of `count` stretches."""
+    edges = [len(nbytes) * part // count for part in range(count + 1)]
     stretches = [range(a, b) for a, b in itertools.pairwise(edges) if a < b]
-    found = [max(stretch, key=live.__getitem__) for stretch in stretches]
-    return {node: live[node] for node in found}
+    return {max(stretch, key=nbytes.__getitem__) for stretch in stretches}
 
 
 class _Lift:

@@ -134,7 +134,7 @@ class MilpPlanner:
         self, given: "_Search", numbers: tuple[int, ...], start: Plan | None
     ) -> Plan:
         """The better of `given`'s plan and one in the order `numbers` of its nodes:
-        each has a quarter of the time, and what is left the one that promises more."""
+        each has a quarter of the time, and the better one what is left."""
         graph, costs, quarter = given.graph, given.costs, self.time_limit_seconds / 4
         moved = dataclasses.replace(
             graph, nodes=tuple(graph.nodes[number] for number in numbers)
@@ -152,12 +152,11 @@ class MilpPlanner:
             except KeyboardInterrupt:
                 if given.best is None:
                     raise
-        best = min(searches, key=_Search.promise)
+        best = min(searches, key=_Search.least)
         if any(search.is_interrupted for search in searches):
             best.statistics["interrupted"] = 1
         else:
             best.run(self.time_limit_seconds)
-        best = min(searches, key=_Search.least)
         if best is given or best.best is None:
             return given.plan()
         return best.plan().renumbered(dict(enumerate(numbers)))
@@ -263,11 +262,6 @@ class _Search:
     def least(self) -> float:
         """The objective of the best plan; infinite without one."""
         return math.inf if self.best is None else self.value(self.best)
-
-    def promise(self) -> float:
-        """What the best plan may cost at last: half way from what it does to the
-        bound."""
-        return (self.least() + self.bound) / 2
 
     def is_optimal(self) -> bool:
         if self.best is None:

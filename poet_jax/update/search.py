@@ -22,7 +22,7 @@ from typing import Any
 from poet_jax.errors import BudgetTooSmall
 from poet_jax.planners.cuts import Cuts
 from poet_jax.planners.judge import fits, keep_everything
-from poet_jax.planners.lift import crest_nodes
+from poet_jax.planners.lift import stage_bytes, summits
 from poet_jax.planners.milp import MilpPlanner
 from poet_jax.planners.solver import xsum
 from poet_jax.schedule import Schedule
@@ -150,7 +150,7 @@ def search(
     planner = MilpPlanner(solver=getattr(beneath.scheduled.planner, "solver", "CBC"))
     items = Items(beneath, gains)
     graph, costs, choice = items.graph, items.costs, items.choice
-    cuts = crest_nodes(graph, costs, CUTS)
+    cuts = summits(stage_bytes(graph, costs), CUTS)
     refused: list[frozenset[int]] = []
 
     def seconds_left() -> float:
