@@ -33,16 +33,16 @@ import time
 
 import jax
 import numpy as np
-import optax
 from absl import app, flags, logging
 
 import poet_jax
 from experiments.layer_graphs import DEFAULT_FOLDER, instance_paths
 from experiments.steps import (
+    BENCHMARK_DEVICE,
     flax_case,
     read_rows,
     skips_case,
-    training_step,
+    traced,
     unet_case,
 )
 from poet_jax.errors import BudgetTooSmall
@@ -87,39 +87,11 @@ CASES = {
     "unet": unet_case(),
     "skips": skips_case(),
 }
-DEVICE = poet_jax.DeviceProfile(
-    name="60 GFLOP/s, 8 GB/s",
-    ram_bytes=2**34,
-    flops_per_second=60e9,
-    flops_per_joule=60e9,
-    bytes_per_second=8e9,
-    page_in_bytes_per_second=0.5e9,
-    page_out_bytes_per_second=0.3e9,
-    paging_watts=1.0,
-)
 PAPER_NODES = 60  # more are out of reach of the published formulation
 COLUMNS = (
     "graph", "kind", "nodes", "keep_all_bytes", "share", "memory_bytes", "planner",
     "time_limit", "status", "over_keep_all", "gap", "seconds", "binaries", "rss_bytes",
 )  # fmt: skip
-
-
-def traced(name: str, kind: str) -> poet_jax.Graph:
-    """The graph of a step, or of its gradient alone, traced on shapes."""
-    case = CASES[name]
-    params, rest, batch = jax.eval_shape(case.init)
-
-    if kind != "step":
-        gradient = jax.value_and_grad(case.loss, has_aux=True)
-        graph = poet_jax.trace(jax.jit(gradient), params, rest, batch)
-    else:
-        optimizer = optax.adamw(1e-3)
-        moments = jax.eval_shape(optimizer.init, params)
-        step = jax.jit(training_step(case.loss, optimizer), donate_argnums=0)
-        graph = poet_jax.trace(step, (params, rest, moments), batch)
-    coarse = poet_jax.coarsen(graph)
-    # `order` would keep operands instead of gradients, which take no room there.
-    return coarse if kind == "activations" else poet_jax.order(coarse)
 
 
 def load(name: str, kind: str) -> tuple[poet_jax.Graph, poet_jax.Costs]:
@@ -128,8 +100,8 @@ def load(name: str, kind: str) -> tuple[poet_jax.Graph, poet_jax.Costs]:
     if kind == "instance":
         folder = INSTANCES.value or DEFAULT_FOLDER
         return poet_jax.load_instance(pathlib.Path(folder, f"{name}.json"))
-    graph = traced(name, kind)
-    costs = poet_jax.price(graph, DEVICE)
+    graph = traced(CASES[name], kind)
+    costs = poet_jax.price(graph, BENCHMARK_DEVICE)
     costs = dataclasses.replace(costs, joules=costs.seconds)  # a watt throughout
     if kind == "activations":
         count = len(jax.tree.leaves(jax.eval_shape(CASES[name].init)[0]))

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
+import poet_jax
 from experiments.models import (
     NnxAttention,
     NnxConvNorm,
@@ -26,6 +27,18 @@ from experiments.models import (
     make_model,
 )
 from poet_jax import DeviceProfile, PagedArray, devices
+
+# What `plan_benchmark` prices graphs for, the same on every machine.
+BENCHMARK_DEVICE = DeviceProfile(
+    name="60 GFLOP/s, 8 GB/s",
+    ram_bytes=2**34,
+    flops_per_second=60e9,
+    flops_per_joule=60e9,
+    bytes_per_second=8e9,
+    page_in_bytes_per_second=0.5e9,
+    page_out_bytes_per_second=0.3e9,
+    paging_watts=1.0,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +83,23 @@ def training_step(loss, optimizer: optax.GradientTransformation):
         return (optax.apply_updates(params, updates), rest, moments), value
 
     return step
+
+
+def traced(case: Case, kind: str) -> poet_jax.Graph:
+    """The graph of a "step" with AdamW, or of its gradient alone, traced on shapes."""
+    params, rest, batch = jax.eval_shape(case.init)
+
+    if kind != "step":
+        gradient = jax.value_and_grad(case.loss, has_aux=True)
+        graph = poet_jax.trace(jax.jit(gradient), params, rest, batch)
+    else:
+        optimizer = optax.adamw(1e-3)
+        moments = jax.eval_shape(optimizer.init, params)
+        step = jax.jit(training_step(case.loss, optimizer), donate_argnums=0)
+        graph = poet_jax.trace(step, (params, rest, moments), batch)
+    coarse = poet_jax.coarsen(graph)
+    # `order` would keep operands instead of gradients, which take no room there.
+    return coarse if kind == "activations" else poet_jax.order(coarse)
 
 
 def in_ram(tree) -> int:

@@ -1,25 +1,17 @@
 """The program of cuts: its minimum is a bound, and its solutions become real plans."""
 
-import dataclasses
 import math
 import time
 from unittest import mock
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import (
-    attempt,
-    brute_force,
-    budgeted_graphs,
-    graphs,
-    peak_bytes,
-)
+from strategies import attempt, brute_force, budgeted_graphs, graphs, peak_bytes
 
 import poet_jax
-from experiments.steps import skips_case
+from experiments.steps import BENCHMARK_DEVICE, skips_case, traced
 from poet_jax.planners import milp, neighbourhoods, rounds
 from poet_jax.planners import solver as solvers
 from poet_jax.planners.bounds import Bounds
@@ -80,22 +72,8 @@ def test_few_cuts_bound_every_plan_and_say_as_much_as_any_one(solver, case, seed
 
 def test_with_all_windows_more_cuts_never_say_less():
     """A network of long skip connections; tiny graphs need no window."""
-    case = skips_case()
-    gradient = jax.jit(jax.value_and_grad(case.loss, has_aux=True))
-    traced = poet_jax.trace(gradient, *jax.eval_shape(case.init))
-    graph = poet_jax.order(poet_jax.coarsen(traced))
-    device = poet_jax.DeviceProfile(
-        name="slow storage",
-        ram_bytes=2**34,
-        flops_per_second=60e9,
-        flops_per_joule=60e9,
-        bytes_per_second=8e9,
-        page_in_bytes_per_second=0.5e9,
-        page_out_bytes_per_second=0.3e9,
-        paging_watts=1.0,
-    )
-    costs = poet_jax.price(graph, device)
-    costs = dataclasses.replace(costs, joules=costs.seconds)
+    graph = traced(skips_case(), "gradient")
+    costs = poet_jax.price(graph, BENCHMARK_DEVICE)
     memory_bytes = keep_everything(graph, costs).usage.peak_bytes // 4
     parts = graph, costs, poet_jax.Budget(memory_bytes), poet_jax.MilpPlanner()
     random = np.random.default_rng(0)
