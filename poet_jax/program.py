@@ -83,19 +83,36 @@ class Program:
     def replaces(self) -> dict[int, Pairs]:
         """By instruction, pairs (old, new): `new` is written over `old`.
 
-        So a node does that runs for the first time, with what is freed right after it,
-        where `replaced` allows it; and a `Fused` as it says.
+        So a node does that runs for the first time, with what is freed right after it
+        and read by no other node's first run later, where `replaced` allows it; and a
+        `Fused` as it says.
         """
         found: dict[int, Pairs] = {}
-        run: set[int] = set()
+        last_read, firsts = self._first_runs
         for row, x in enumerate(self.instructions):
             if isinstance(x, Fused) and x.replaces:
                 found[row] = x.replaces
-            elif isinstance(x, Compute) and x.node not in run:
-                if pairs := replaced(self.graph, x.node, self._freed_after(row)):
+            elif isinstance(x, Compute) and row in firsts:
+                dead = [
+                    v for v in self._freed_after(row) if last_read.get(v, -1) <= row
+                ]
+                if pairs := replaced(self.graph, x.node, dead):
                     found[row] = pairs
-            run.update(computed(x))
         return found
+
+    @property
+    def _first_runs(self) -> tuple[dict[int, int], set[int]]:
+        """The last row at which each value is read by a node that runs for the first
+        time, and the rows of all such runs."""
+        last_read: dict[int, int] = {}
+        firsts: set[int] = set()
+        run: set[int] = set()
+        for row, x in enumerate(self.instructions):
+            for number in set(computed(x)) - run:
+                firsts.add(row)
+                run.add(number)
+                last_read |= dict.fromkeys(self.graph.nodes[number].reads, row)
+        return last_read, firsts
 
     @functools.cached_property
     def done_frees(self) -> frozenset[int]:

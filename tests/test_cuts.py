@@ -108,10 +108,11 @@ def test_rounds_prove_no_more_than_is_true(case, horizon):
     case=budgeted_graphs(min_nodes=6, max_nodes=12),
     cuts=st.sets(st.integers(0, 11), min_size=1, max_size=5),
     horizon=st.sampled_from([None, 1]),
+    windows=st.booleans(),
     planner=st.sampled_from([poet_jax.greedy, poet_jax.MilpPlanner("HIGHS")]),
 )
 def test_what_a_plan_does_is_a_solution_that_costs_no_more(
-    case, cuts, horizon, planner
+    case, cuts, horizon, windows, planner
 ):
     """The claim of docs/formulation.md, and that it starts a solver."""
     graph, costs, memory_bytes = case
@@ -123,7 +124,7 @@ def test_what_a_plan_does_is_a_solution_that_costs_no_more(
     cuts = {cut for cut in cuts if cut < len(graph.nodes)} or {0}
     again = repeats(judged, cuts)
     parts = graph, costs, budget, poet_jax.MilpPlanner("HIGHS"), cuts
-    program = Cuts(*parts, horizon=horizon, again=again)
+    program = Cuts(*parts, horizon=horizon, again=again, windows=windows)
     values = {y.idx: value for y, value in values_of(program, judged)}
     solution = program.model.optimize(20.0, fixed=values)
     assert solution.values is not None
