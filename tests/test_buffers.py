@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -629,6 +630,18 @@ def test_lent_pages_that_the_system_took_are_not_counted():
     heap.release_pages(address, count)  # as the system would
     pool.begin(0)
     assert pool.idle_bytes == lent - count * heap.PAGE_BYTES
+
+
+def test_what_nobody_has_any_more_is_gone_before_it_is_lent(monkeypatch):
+    """Or its memory would be freed in the midst of what its owner does next."""
+    monkeypatch.setattr(lending, "PAUSE_SECONDS", 0.5)
+    lender, pool = lending.Lender(), Pool([], 2**26, True)
+    pool.rests_since = time.monotonic()
+    lender.watch(pool)
+    time.sleep(0.1)
+    gone = weakref.ref(pool)
+    del pool
+    assert gone() is None
 
 
 @pytest.mark.skipif(not heap.returns_pages(), reason="returns pages, as Linux does")

@@ -50,13 +50,15 @@ class Lender:
                 while not (resting := self._resting()):
                     self._changed.wait()
             time.sleep(PAUSE_SECONDS)
-            for lendable, since in resting:
-                lendable.lend(since)
-            del resting, lendable  # or they would live until the next round
+            for reference, since in resting:
+                if lendable := reference():
+                    lendable.lend(since)
+                del lendable  # or it would live until the next round
 
-    def _resting(self) -> list[tuple[Lendable, float]]:
-        seen = [(lendable, lendable.rests_since) for lendable in self._known]
-        return [(lendable, since) for lendable, since in seen if since is not None]
+    def _resting(self) -> list[tuple[weakref.ref[Lendable], float]]:
+        """What rests, which may be gone before the pause is over."""
+        seen = [(weakref.ref(x), x.rests_since) for x in self._known]
+        return [(reference, since) for reference, since in seen if since is not None]
 
 
 lender = Lender()
