@@ -75,7 +75,7 @@ SHORT_SECONDS = 1.0
 COLUMNS = (
     "model", "share", "budget_bytes", "keep_all_bytes", "jit_bytes",
     "checkpoint_bytes", "status", "gap", "plan_seconds", "executables",
-    "planned_seconds", "seconds", "jit_seconds", "checkpoint_seconds", "ratio",
+    "planned_seconds", "expected_seconds", "seconds", "jit_seconds", "checkpoint_seconds", "ratio",
     "checkpoint_ratio", "pairs", "planned_bytes", "peak_bytes", "rise_bytes",
     "watched_steps", "paged_bytes", "storage_seconds", "hidden_seconds",
     "loss_difference",
@@ -164,6 +164,7 @@ def measure_model(name: str, shares: list[str], writer, flush) -> None:
             "keep_all_bytes": schedule.baseline.peak_bytes,
             "planned_bytes": schedule.usage.peak_bytes,
             "planned_seconds": f"{schedule.usage.seconds:.6f}",
+            "expected_seconds": f"{schedule.expected_seconds:.6f}",
             "status": schedule.plan.status.name,
             "gap": f"{schedule.plan.gap:.6f}",
             "executables": schedule.program.computes,

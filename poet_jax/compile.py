@@ -41,6 +41,11 @@ class Unit:
         node = graph.nodes[number]
         return cls((number,), node.reads, node.writes, replaces)
 
+    def nbytes(self, graph: Graph) -> int:
+        """Of what it reads and writes."""
+        written = set(self.writes).difference(new for _, new in self.replaces)
+        return sum(graph.values[v].nbytes for v in (*self.reads, *written))
+
 
 def signature(graph: Graph, unit: Unit) -> tuple:
     """A key equal for two units exactly when one executable serves both.
@@ -218,7 +223,8 @@ class Executable:
       temp_bytes: what XLA allocates as one block while it runs, beside operands and
         results.
       workspace_bytes: that, which `price` raises to what a run was seen to take.
-      seconds: of a run on this machine, once `price` has measured it.
+      seconds: of a run on this machine, once that was measured.
+      replacing: the number of each result that replaces an operand, and the operand's.
       destinations: [D] shapes and dtypes of the results of `RECYCLED_BYTES` or more
         that replace no operand.
     """
@@ -238,6 +244,11 @@ class Executable:
                 destinations.append(kind)
                 self._donated.append(None)
         self.destinations = tuple(destinations)
+        self.replacing = {
+            number: replaced[value]
+            for number, value in enumerate(unit.writes)
+            if value in replaced
+        }
         self._kept = [n for n in place.values() if n not in replaced.values()]
         operands = [graph.values[v].aval for v in unit.reads]
         fresh = iter([jax.ShapeDtypeStruct(*kind) for kind in destinations])

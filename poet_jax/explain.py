@@ -4,9 +4,9 @@ from collections import Counter
 
 from poet_jax.graph import Graph
 from poet_jax.plan import Budget, PageIn, Plan
-from poet_jax.price import node_flops
-from poet_jax.program import Program
-from poet_jax.simulate import Usage
+from poet_jax.price import Costs, node_flops
+from poet_jax.program import Fused, Program
+from poet_jax.simulate import Usage, expected_seconds
 from poet_jax.units import format_bytes, format_count, format_joules, format_seconds
 
 
@@ -42,7 +42,9 @@ def comparison(usage: Usage, baseline: Usage) -> list[tuple[str, str, str, str]]
     return rows
 
 
-def remarks(budget: Budget, plan: Plan, program: Program, baseline: Usage) -> list[str]:
+def remarks(
+    costs: Costs, budget: Budget, plan: Plan, program: Program, baseline: Usage
+) -> list[str]:
     """What became of the values, and how good the plan is."""
     counts = Counter(decisions(program).values())
     lines = [
@@ -55,6 +57,12 @@ def remarks(budget: Budget, plan: Plan, program: Program, baseline: Usage) -> li
     ]
     if budget.memory_bytes >= baseline.peak_bytes:
         lines.append("The budget covers keep-all: nothing is repeated or paged.")
+    runs = [x for x in program.instructions if isinstance(x, Fused)]
+    if timed := sum(x.seconds is not None for x in runs):
+        lines.append(
+            f"Expected to take {format_seconds(expected_seconds(program, costs))}, "
+            f"with {timed} of {format_count(len(runs), 'fused run')} timed."
+        )
     if program.computes == 1 < len(program.graph.nodes):
         lines.append("The step is one executable, as under jax.jit.")
     return lines
@@ -90,7 +98,12 @@ def sizes(**graphs: Graph) -> str:
 
 
 def table(
-    budget: Budget, plan: Plan, program: Program, usage: Usage, baseline: Usage
+    costs: Costs,
+    budget: Budget,
+    plan: Plan,
+    program: Program,
+    usage: Usage,
+    baseline: Usage,
 ) -> str:
     """Keep-all beside the plan, what became of the values, and how good the plan is."""
     rows = [("", "keep-all", "this plan", ""), *comparison(usage, baseline)]
@@ -98,6 +111,6 @@ def table(
         [
             title(program.graph, budget),
             *(f"  {a:18s} {b:>12s} {c:>12s} {d:>9s}" for a, b, c, d in rows),
-            *(f"  {line}" for line in remarks(budget, plan, program, baseline)),
+            *(f"  {line}" for line in remarks(costs, budget, plan, program, baseline)),
         ]
     )

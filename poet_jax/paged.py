@@ -22,7 +22,8 @@ BLOCK_BYTES = 16 * 2**20
 SMALL_BYTES = 2**16
 
 _keys = itertools.count()
-_copied: "weakref.WeakSet[PagedArray]" = weakref.WeakSet()
+# Those with copies of blocks in RAM.
+copied: "weakref.WeakSet[PagedArray]" = weakref.WeakSet()
 
 
 def row_blocks(shape: tuple[int, ...], dtype: Any) -> list[slice]:
@@ -128,7 +129,7 @@ class PagedArray:
         """Hold `copy`, of all or of a row block, in RAM until it is taken or
         dropped."""
         self._copies[block] = copy
-        _copied.add(self)
+        copied.add(self)
 
     def take_copy(self, block: int | None) -> jax.Array | None:
         """The copy in RAM of all, or of a row block, which this does not hold any
@@ -169,9 +170,9 @@ class PagedArray:
 
 def drop_copies() -> None:
     """Leave every `PagedArray` on storage alone."""
-    while _copied:
+    while copied:
         with contextlib.suppress(KeyError):  # another thread was first
-            _copied.pop()._copies.clear()
+            copied.pop()._copies.clear()
 
 
 def in_ram(tree: Any) -> Any:

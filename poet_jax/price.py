@@ -2,27 +2,17 @@
 
 import dataclasses
 import os
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from poet_jax import heap
-from poet_jax.compile import (
-    Executable,
-    compile_nodes,
-    is_recycled,
-    on_cpu,
-)
+from poet_jax.compile import compile_nodes
 from poet_jax.device import DeviceProfile
 from poet_jax.graph import Equation, Graph, Node, read_instance, unrolled
 from poet_jax.in_place import node_workspaces
 from poet_jax.node_costs import read_node_costs
-from poet_jax.progress import counted
+from poet_jax.timing import time_nodes
 from poet_jax.units import format_joules, format_seconds
 
 _OF_NODES = ("seconds", "joules", "workspace_bytes")
@@ -39,6 +29,7 @@ class Costs:
       page_in_seconds, page_out_seconds, page_in_joules, page_out_joules: [V].
       static_watts: drawn for as long as the step takes.
       contention: share of compute's speed that a transfer takes while it lasts.
+      measured: whether the seconds of nodes were measured on this machine.
 
     Raises ValueError for a cost that is negative, infinite or NaN, and for a contention
     of 1 or more.
@@ -54,6 +45,7 @@ class Costs:
     page_out_joules: np.ndarray
     static_watts: float = 0.0
     contention: float = 0.0
+    measured: bool = False
 
     def __post_init__(self):
         if self.contention >= 1:
@@ -108,15 +100,6 @@ def costs_from_dict(data: dict[str, Any]) -> Costs:
     return Costs(**columns)
 
 
-# Growth that the system's own bookkeeping may cause is not a node's workspace.
-NOTICED_BYTES = 2**20
-# Runs that are watched for scratch, if the first one has any.
-SCRATCH_RUNS = 3
-# More than a processor's caches hold: in a step, most of what a node reads was written
-# long ago. With operands in the caches, the nodes of a step took 1 to 5 % less in all.
-_CACHES_BYTES = 64 * 2**20
-
-
 def price(graph: Graph, device: DeviceProfile) -> Costs:
     """Costs of `graph` on `device`.
 
@@ -133,7 +116,7 @@ def price(graph: Graph, device: DeviceProfile) -> Costs:
     """
     executables = compile_nodes(graph)
     if device.measured:
-        seconds = _measure(graph, executables)
+        seconds = time_nodes(graph, executables)
         joules = seconds * device.compute_watts
     else:
         flops = np.array([node_flops(node, device) for node in graph.nodes], float)
@@ -161,6 +144,7 @@ def price(graph: Graph, device: DeviceProfile) -> Costs:
         page_out_joules=page_out * device.paging_watts,
         static_watts=device.static_watts,
         contention=device.contention,
+        measured=device.measured and device.node_costs is None,
     )
 
 
@@ -243,54 +227,3 @@ _MOVES_ONLY = frozenset(
 
 def _node_bytes(graph: Graph, node: Node) -> int:
     return sum(graph.values[v].nbytes for v in (*node.reads, *node.writes))
-
-
-def _measure(graph: Graph, executables: Sequence[Executable]) -> np.ndarray:
-    """[N] seconds on this machine, each distinct executable run a few times on zeros; 0
-    for those with effects, which pricing must not cause."""
-    pairs = zip(executables, graph.nodes, strict=True)
-    distinct = {executable: node for executable, node in pairs if node.repeatable}
-    other = np.ones(_CACHES_BYTES // 8)
-    for executable, node in counted(distinct.items(), len(distinct), "timing nodes"):
-        if executable.seconds is None:
-            values = [graph.values[v] for v in node.reads]
-            operands = [jnp.zeros(value.shape, value.dtype) for value in values]
-            large = on_cpu() and _node_bytes(graph, node) >= NOTICED_BYTES
-            executable.seconds = _seconds_of(
-                executable, operands, other.sum if large else None
-            )
-    return np.array([x.seconds or 0.0 for x in executables], float)
-
-
-def _seconds_of(
-    executable: Executable,
-    operands: list[jax.Array],
-    evict: Callable[[], object] | None,
-) -> float:
-    """Median of a few runs after one that warms up, each after `evict`.
-
-    Each run writes into the results of the last, as in the executor. What one allocates
-    beyond its reported workspace becomes part of that: on the CPU, convolutions
-    have scratch of their own, which XLA does not know of, and which varies from run to
-    run with what its threads do at the same time.
-    """
-    into = None
-
-    def run() -> float:
-        nonlocal into
-        if evict is not None:
-            evict()
-        start = time.perf_counter()
-        results = jax.block_until_ready(executable(*operands, into=into))
-        stop = time.perf_counter()
-        into = [x for x in results if is_recycled((x.shape, x.dtype))]
-        return stop - start
-
-    run()
-    seconds = statistics.median(run() for _ in range(3))
-    for _ in range(SCRATCH_RUNS if on_cpu() else 0):
-        grown = heap.growth_bytes(run)
-        if grown <= executable.temp_bytes + NOTICED_BYTES:
-            break
-        executable.workspace_bytes = max(executable.workspace_bytes, grown)
-    return seconds

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from poet_jax.compile import Pairs
+from poet_jax.compile import Pairs, Unit
 from poet_jax.errors import PlanInvalid
 from poet_jax.graph import Graph
 from poet_jax.in_place import replaced
@@ -23,12 +23,14 @@ class Fused:
       replaces: pairs (old, new): `new`, one of `writes`, is written over `old`, a value
         that is read and gone afterwards.
       workspace_bytes: what the executable allocates beside what it reads and writes.
+      seconds: of a run on this machine, or None if that was not measured.
     """
 
     nodes: tuple[int, ...]
     writes: tuple[int, ...]
     replaces: Pairs = ()
     workspace_bytes: int = 0
+    seconds: float | None = None
 
 
 Instruction = Action | Fused
@@ -167,6 +169,16 @@ class Program:
             found.update(dict.fromkeys(v for v in node.reads if v not in made))
             made.update(node.writes)
         return tuple(found)
+
+    @functools.cached_property
+    def units(self) -> dict[int, Unit]:
+        """What is compiled for each computing instruction."""
+        found = {}
+        for row, x in enumerate(self.instructions):
+            if nodes := computed(x):
+                replaces = self.replaces.get(row, ())
+                found[row] = Unit(nodes, self.reads(x), self.writes(x), replaces)
+        return found
 
     def __str__(self) -> str:
         lines = []

@@ -31,7 +31,7 @@ from poet_jax.price import Costs, costs_from_dict, costs_to_dict
 from poet_jax.program import Program, lower, program_from_list, program_to_list
 from poet_jax.reasons import Reason, reasons
 from poet_jax.report import write_report
-from poet_jax.simulate import Usage, simulate
+from poet_jax.simulate import Usage, expected_seconds, simulate
 from poet_jax.units import format_bytes
 
 logger = logging.getLogger("poet_jax")
@@ -71,9 +71,24 @@ class Schedule:
         baseline = keep_everything(graph, costs).usage
         return cls(graph, costs, budget, plan, program, usage, baseline)
 
+    @property
+    def expected_seconds(self) -> float:
+        """How long a step is expected to take on this machine.
+
+        `usage.seconds` are of nodes that run one by one, as they were priced. Here
+        nodes that run as one executable take what that took when it was compiled, where
+        there was room to time it. The same for a device that is modelled.
+        """
+        return expected_seconds(self.program, self.costs)
+
     def __str__(self) -> str:
         return explain.table(
-            self.budget, self.plan, self.program, self.usage, self.baseline
+            self.costs,
+            self.budget,
+            self.plan,
+            self.program,
+            self.usage,
+            self.baseline,
         )
 
     def plot(self, path: str | os.PathLike) -> None:

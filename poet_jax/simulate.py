@@ -58,13 +58,17 @@ class Lanes:
     """Two lanes, compute and storage, each in order. While a transfer lasts, compute
     does 1 - costs.contention of what it would do without.
 
+    Args:
+      timed: whether a `Fused` takes what it was measured to take, where it was, and not
+        the sum of its nodes.
+
     Attributes:
       compute, storage: seconds until each is done with what ran so far.
       departure: seconds until a value's copy to storage is done, while it has not left.
     """
 
-    def __init__(self, program: Program, costs: Costs):
-        self.program, self.costs = program, costs
+    def __init__(self, program: Program, costs: Costs, timed: bool = False):
+        self.program, self.costs, self._timed = program, costs, timed
         self.compute = self.storage = 0.0
         self._arrival: dict[int, float] = {}
         self.departure: dict[int, float] = {}
@@ -84,8 +88,8 @@ class Lanes:
                 for value, _ in replaces:
                     start = max(start, self.departure.pop(value, 0.0))
                 self.compute = start
-                for number in computed(instruction):
-                    self._work(float(costs.seconds[number]))
+                for seconds in self._seconds_of(instruction):
+                    self._work(seconds)
                 return start, self.compute
             case PageOut(value):
                 start = max(start, self._arrival.get(value, 0.0))
@@ -100,6 +104,12 @@ class Lanes:
                 left = self.departure.pop(value, 0.0)
                 self.compute = max(start, left, self._arrival.pop(value, 0.0))
                 return start, self.compute
+
+    def _seconds_of(self, instruction: Compute | Fused) -> list[float]:
+        if isinstance(instruction, Fused) and self._timed:
+            if instruction.seconds is not None:
+                return [instruction.seconds]
+        return [float(self.costs.seconds[n]) for n in computed(instruction)]
 
     def _work(self, seconds: float) -> None:
         """Compute what takes so long without transfers."""
@@ -223,6 +233,14 @@ def simulate(program: Program, costs: Costs) -> Usage:
         bytes_paged_out=paged_out,
         compute_seconds=compute_seconds,
     )
+
+
+def expected_seconds(program: Program, costs: Costs) -> float:
+    """Seconds of a step as in `simulate`, but with the `Fused` as they were timed."""
+    lanes = Lanes(program, costs, timed=True)
+    for row, instruction in enumerate(program.instructions):
+        lanes.run(instruction, program.replaces.get(row, ()))
+    return max(lanes.compute, lanes.storage)
 
 
 def workspace_of(instruction: Instruction, costs: Costs) -> int:

@@ -1,6 +1,7 @@
 """Runs of nodes as one executable: the same numbers, time and transfers within the
 budget; and the whole step as `jax.jit` where the budget covers that."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -16,8 +17,15 @@ from toy import W, X, gradient, loss
 import poet_jax
 from poet_jax.fuse import fuse
 from poet_jax.plan import PageIn, PageOut
-from poet_jax.program import Fused, computed
+from poet_jax.program import (
+    Fused,
+    computed,
+    program_from_list,
+    program_to_list,
+)
+from poet_jax.simulate import expected_seconds
 
+MEASURED = dataclasses.replace(DEVICE, measured=True)
 MILP = poet_jax.MilpPlanner(time_limit_seconds=3)
 GENEROUS = {"device": DEVICE, "planner": poet_jax.greedy}
 
@@ -68,6 +76,35 @@ def test_fusing_changes_memory_within_the_budget_and_nothing_else(case):
             assert_close(outputs, expected)
             assert runner.last_run.peak_bytes == after.peak_bytes
             assert runner.last_run.bytes_paged_in == before.bytes_paged_in
+
+
+@settings(max_examples=6)
+@given(case=programs())
+def test_runs_are_timed_on_this_machine_where_there_is_room(case):
+    step, args = case
+    expected = jax.jit(step)(*args)
+    graph = poet_jax.order(poet_jax.coarsen(poet_jax.trace(donating(step), *args)))
+    costs = poet_jax.price(graph, MEASURED)
+    everything = poet_jax.keep_all(graph, costs, poet_jax.Budget(2**30))
+    program = poet_jax.lower(graph, everything)
+    usage = poet_jax.simulate(program, costs)
+    held = sum(graph.values[v].nbytes for v in graph.initial)
+    for memory in (2**30, usage.peak_bytes):
+        fused = fuse(program, costs, memory)
+        seconds = 0.0
+        for row, unit in fused.units.items():
+            run = fused.instructions[row]
+            time = costs.seconds[list(unit.nodes)].sum()
+            if isinstance(run, Fused):
+                taken = held + unit.nbytes(graph) + run.workspace_bytes
+                assert (run.seconds is not None) == (taken <= memory)
+                time = run.seconds or time
+            seconds += time
+        assert expected_seconds(fused, costs) == pytest.approx(seconds)
+        assert poet_jax.simulate(fused, costs).seconds == pytest.approx(usage.seconds)
+        again = program_from_list(fused.graph, program_to_list(fused))
+        assert again.instructions == fused.instructions
+    assert_close(poet_jax.HostExecutor()(fused)(*args), expected)
 
 
 def test_with_room_for_everything_all_nodes_are_one_run_that_updates_in_place():

@@ -10,8 +10,8 @@ PACKAGE = pathlib.Path(poet_jax.__file__).parent
 LAYERS = """
     units progress interrupts errors graph trace coarsen recompute convolution
     depthwise pooling heap store paged compile in_place order device devices.paper
-    devices machine node_costs price plan lowerings program simulate postpone fuse
-    planners planners.judge planners.keep_all planners.sqrt planners.greedy
+    devices machine node_costs timing price plan lowerings program simulate postpone
+    fuse planners planners.judge planners.keep_all planners.sqrt planners.greedy
     planners.repair planners.worker planners.solver planners.objective
     planners.choice planners.cuts planners.lift planners.rounds
     planners.bounds planners.neighbourhoods planners.formulation planners.milp

@@ -162,15 +162,7 @@ class Runner:
     def _calls(self) -> dict[int, _Call]:
         """The computing instructions by their place in the program."""
         graph = self.program.graph
-        units: dict[int, Unit] = {}
-        for row, instruction in enumerate(self.program.instructions):
-            match instruction:
-                case Compute(number):
-                    replaces = self.program.replaces.get(row, ())
-                    units[row] = Unit.of(graph, number, replaces)
-                case Fused(nodes, writes, replaces):
-                    reads = self.program.reads(instruction)
-                    units[row] = Unit(nodes, reads, writes, replaces)
+        units = self.program.units
         calls = {}
         executables = compile_units(graph, list(units.values()))
         for (row, unit), executable in zip(units.items(), executables, strict=True):

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import operator
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from poet_jax.executors.buffers import (
 from poet_jax.executors.host import Run
 from poet_jax.fuse import Stretch, replace, scratch_bytes
 from poet_jax.graph import Graph
-from poet_jax.paged import drop_copies
+from poet_jax.paged import copied, drop_copies
 from poet_jax.price import Costs
 from poet_jax.program import Program
 
@@ -34,6 +33,11 @@ from poet_jax.program import Program
 HOPE = 2.0
 SMALL_BYTES = 4096
 _NO_TRACE = get_opaque_trace_state()
+
+
+def is_tracing() -> bool:
+    """Whether this thread is in the midst of another function's trace."""
+    return get_opaque_trace_state() != _NO_TRACE
 
 
 class NotPlanned(Exception):
@@ -93,6 +97,7 @@ class WholeStep:
         self.needed_bytes = int(step.needed_bytes)
         large = self._block_bytes >= NOTICED_BYTES
         self._is_noticed = large and on_cpu() and heap.returns_pages()
+        self._needs_care = self._is_noticed or bool(self._options)
         # New results beside the workspace would take its place.
         most_bytes = heap.MAPPED_BYTES if new_bytes <= SLACK_BYTES else 0
         self._lies_in_heap = heap.is_shared() and self._block_bytes <= most_bytes
@@ -120,29 +125,45 @@ class WholeStep:
             self._tracing.allowed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # What has options of its own cannot be part of what another jit compiles.
-        if self._options and get_opaque_trace_state() != _NO_TRACE:
-            self._check_allowed()
+        # A function that is called here takes a microsecond, as the processor's caches
+        # are full of what the last step worked on: a quarter of a percent of the MLP's.
         # Dispatch is asynchronous, but this step must not begin beside the last one.
-        self._wait()
-        drop_copies()  # memory that this step does not know of
-        returning = self._is_noticed and self._make_room()
+        try:
+            if self._awaited is not None:
+                self._awaited.block_until_ready()
+        except RuntimeError:
+            self._wait()
+        if copied:  # memory that this step does not know of
+            drop_copies()
+        returning = self._needs_care and self._take_care()
         self._start_seconds = time.perf_counter()
-        if self._place is None or returning:
-            with contextlib.ExitStack() as stack:
-                if self._spends:  # a Ctrl-C would find the old state gone
-                    stack.enter_context(interrupts.held_back())
-                if returning:
-                    stack.enter_context(heap.keeping_freed_blocks())
-                result = jax.block_until_ready(self._jitted(*args, **kwargs))
+        if returning or self._place is None:
+            result = self._run_to_its_end(args, kwargs, returning)
             self._run = self._awaited = None
             return result
-        result = self._jitted(*args, **kwargs)
+        small = result = self._jitted(*args, **kwargs)
         self._run = self._awaited = None
-        small: Any = functools.reduce(operator.getitem, self._place, result)
+        for key in self._place:
+            small = small[key]
         if not isinstance(small, Tracer):  # inside another function's trace
             self._awaited = small
         return result
+
+    def _run_to_its_end(self, args: tuple, kwargs: dict, returning: bool) -> Any:
+        with contextlib.ExitStack() as stack:
+            if self._spends:  # a Ctrl-C would find the old state gone
+                stack.enter_context(interrupts.held_back())
+            if returning:
+                stack.enter_context(heap.keeping_freed_blocks())
+            return jax.block_until_ready(self._jitted(*args, **kwargs))
+
+    def _take_care(self) -> bool:
+        """See to what only some steps need; True if the block has to be returned to the
+        system, as of `_make_room`."""
+        # What has options of its own cannot be part of what another jit compiles.
+        if self._options and is_tracing():
+            self._check_allowed()
+        return self._is_noticed and self._make_room()
 
     @property
     def last_run(self) -> Run:
