@@ -4,9 +4,12 @@ import contextlib
 import os
 import pathlib
 import signal
+import threading
 import time
+from collections.abc import Callable, Iterator
 
 ROOT = pathlib.Path("/sys/fs/cgroup")
+SAMPLE_SECONDS = 2e-4
 
 
 def high_water_bytes() -> int:
@@ -34,6 +37,25 @@ def _status_bytes(field: str) -> int:
         f"{field} was asked for, and /proc/self/status does not list it. It is there "
         "on Linux only. Run this measurement on Linux."
     )
+
+
+@contextlib.contextmanager
+def sampled(read: Callable[[], int]) -> Iterator[Callable[[], int]]:
+    """While it lasts, a thread reads what `read` says; the most of that so far."""
+    most, done = 0, threading.Event()
+
+    def sample() -> None:
+        nonlocal most
+        while not done.wait(SAMPLE_SECONDS):
+            most = max(most, read())
+
+    thread = threading.Thread(target=sample)
+    thread.start()
+    try:
+        yield lambda: most
+    finally:
+        done.set()
+        thread.join()
 
 
 class MemoryGroup:

@@ -17,10 +17,11 @@ it is to be compared with the budget. Each model's process measures this machine
 anew, and replaces the file at `poet_jax.host_path()`.
 
 On an accelerator the models are larger ones, budgets are of its memory, and the rise is
-of what its allocator had in use at most since the process began (planning and
-compiling, too), so each row has a process of its own.
+of what its allocator was seen to have in use, asked again after every fifth of a
+millisecond. Each row has a process of its own.
 """
 
+import contextlib
 import csv
 import functools
 import itertools
@@ -31,6 +32,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -75,10 +77,10 @@ SHORT_SECONDS = 1.0
 COLUMNS = (
     "model", "share", "budget_bytes", "keep_all_bytes", "jit_bytes",
     "checkpoint_bytes", "status", "gap", "plan_seconds", "executables",
-    "planned_seconds", "expected_seconds", "seconds", "jit_seconds", "checkpoint_seconds", "ratio",
-    "checkpoint_ratio", "pairs", "planned_bytes", "peak_bytes", "rise_bytes",
-    "watched_steps", "paged_bytes", "storage_seconds", "hidden_seconds",
-    "loss_difference",
+    "planned_seconds", "expected_seconds", "seconds", "jit_seconds",
+    "checkpoint_seconds", "ratio", "checkpoint_ratio", "pairs", "planned_bytes",
+    "peak_bytes", "rise_bytes", "watched_steps", "paged_bytes", "storage_seconds",
+    "hidden_seconds", "loss_difference",
 )  # fmt: skip
 
 
@@ -240,24 +242,32 @@ def watch(ours: Contestant, batch, state_bytes: int) -> tuple[int, int]:
     """How far the process's high-water mark rises in how many steps of ours alone."""
     time.sleep(0.1)  # what XLA frees a little after the results are ready
     poet_jax.release()
-    before = held_bytes()[0] - state_bytes
-    memory.reset_high_water()
+    before = held_bytes() - state_bytes
     steps, deadline = 0, time.perf_counter() + SECONDS.value / 2
-    while steps < LEAST_WATCHED or (
-        steps < MOST_WATCHED and time.perf_counter() < deadline
-    ):
-        ours.run(batch)
-        steps += 1
-    return held_bytes()[1] - before, steps
+    with most_held() as most:
+        while steps < LEAST_WATCHED or (
+            steps < MOST_WATCHED and time.perf_counter() < deadline
+        ):
+            ours.run(batch)
+            steps += 1
+        return most() - before, steps
 
 
-def held_bytes() -> tuple[int, int]:
-    """Now, and at most: by the process since the last reset, or on an accelerator by
-    its allocator's count since the process began."""
+def held_bytes() -> int:
+    """By the process, or on an accelerator by its allocator's count."""
     counts = jax.local_devices()[0].memory_stats()
-    if counts is None:
-        return memory.resident_bytes(), memory.high_water_bytes()
-    return counts["bytes_in_use"], counts["peak_bytes_in_use"]
+    return memory.resident_bytes() if counts is None else counts["bytes_in_use"]
+
+
+@contextlib.contextmanager
+def most_held() -> Iterator[Callable[[], int]]:
+    """While it lasts, what `held_bytes` was at most since it began."""
+    if jax.default_backend() == "cpu":
+        memory.reset_high_water()
+        yield memory.high_water_bytes
+    else:  # its own high-water mark has what autotuning took, and cannot be reset
+        with memory.sampled(held_bytes) as most:
+            yield most
 
 
 def exchange_states(contestants: list[Contestant], chance: random.Random) -> None:
