@@ -126,10 +126,13 @@ def _measured() -> DeviceProfile:
 
 
 def _memory() -> tuple[int, str]:
-    """Bytes of the memory that holds arrays, and what it is."""
+    """Bytes of the memory that holds arrays, and what it is.
+
+    Not every allocator of JAX's has a limit to tell: 0 is that of `cuda_async`.
+    """
     counts = jax.local_devices()[0].memory_stats() or {}
-    if "bytes_limit" in counts:
-        return counts["bytes_limit"], "what JAX may take of the accelerator's memory"
+    if limit := counts.get("bytes_limit"):
+        return limit, "what JAX may take of the accelerator's memory"
     nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return nbytes, "the system's physical memory"
 

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import math
 import pathlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -109,6 +110,17 @@ def test_this_machine_is_measured_once_and_kept(backend, tmp_path, monkeypatch):
     poet_jax.host.cache_clear()
     assert poet_jax.host().measured
     assert poet_jax.DeviceProfile.load(poet_jax.host_path()) == poet_jax.host()
+    poet_jax.host.cache_clear()
+
+
+@pytest.mark.parametrize("counts", [None, {"bytes_limit": 0}, {"bytes_limit": 7}])
+def test_a_memory_without_a_limit_is_the_systems(counts, tmp_path, monkeypatch):
+    device = types.SimpleNamespace(memory_stats=lambda: counts)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    poet_jax.host.cache_clear()
+    ram_bytes = poet_jax.host().ram_bytes
+    assert (ram_bytes == 7) == (counts == {"bytes_limit": 7})
     poet_jax.host.cache_clear()
 
 
