@@ -53,16 +53,16 @@ def remarks(
         f"{format_count(program.recomputed, 'node')} run again",
         f"{plan.planner}, {plan.solve_seconds:.1f} s: bound {plan.bound:.6g}, gap "
         f"{plan.gap:.2%}",
-        plan.status.value,
     ]
-    if budget.memory_bytes >= baseline.peak_bytes:
-        lines.append("The budget covers keep-all: nothing is repeated or paged.")
     runs = [x for x in program.instructions if isinstance(x, Fused)]
     if timed := sum(x.seconds is not None for x in runs):
         lines.append(
-            f"Expected to take {format_seconds(expected_seconds(program, costs))}, "
-            f"with {timed} of {format_count(len(runs), 'fused run')} timed."
+            f"expected to take {format_seconds(expected_seconds(program, costs))}: "
+            f"{timed} of {format_count(len(runs), 'fused run')} timed"
         )
+    lines.append(plan.status.value)
+    if budget.memory_bytes >= baseline.peak_bytes:
+        lines.append("The budget covers keep-all: nothing is repeated or paged.")
     if program.computes == 1 < len(program.graph.nodes):
         lines.append("The step is one executable, as under jax.jit.")
     return lines

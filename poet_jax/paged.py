@@ -22,8 +22,8 @@ BLOCK_BYTES = 16 * 2**20
 SMALL_BYTES = 2**16
 
 _keys = itertools.count()
-# Those with copies of blocks in RAM.
-copied: "weakref.WeakSet[PagedArray]" = weakref.WeakSet()
+# Those with copies of blocks in RAM, if they are still there.
+copied: "list[weakref.ref[PagedArray]]" = []
 
 
 def row_blocks(shape: tuple[int, ...], dtype: Any) -> list[slice]:
@@ -129,7 +129,7 @@ class PagedArray:
         """Hold `copy`, of all or of a row block, in RAM until it is taken or
         dropped."""
         self._copies[block] = copy
-        copied.add(self)
+        copied.append(weakref.ref(self))
 
     def take_copy(self, block: int | None) -> jax.Array | None:
         """The copy in RAM of all, or of a row block, which this does not hold any
@@ -171,8 +171,9 @@ class PagedArray:
 def drop_copies() -> None:
     """Leave every `PagedArray` on storage alone."""
     while copied:
-        with contextlib.suppress(KeyError):  # another thread was first
-            copied.pop()._copies.clear()
+        with contextlib.suppress(IndexError):  # another thread was first
+            if paged := copied.pop()():
+                paged._copies.clear()
 
 
 def in_ram(tree: Any) -> Any:

@@ -94,10 +94,12 @@ class _Run:
     def __call__(self) -> float:
         if self._others is not None:
             self._others.sum()
-        start = time.perf_counter()
-        results = self._executable(*self._operands, into=self._into)
-        jax.block_until_ready(results)
-        seconds = time.perf_counter() - start
+        # Zeros are not what the node will see: a NaN that it makes of them is no fault.
+        with jax.debug_nans(False), jax.debug_infs(False):
+            start = time.perf_counter()
+            results = self._executable(*self._operands, into=self._into)
+            jax.block_until_ready(results)
+            seconds = time.perf_counter() - start
         replacing = self._executable.replacing
         for result, operand in replacing.items():
             self._operands[operand] = results[result]

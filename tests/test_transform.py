@@ -487,6 +487,20 @@ def test_a_nan_stops_the_step_where_jax_is_asked_to(fuse):
             scheduled(-np.ones(3, np.float32))
 
 
+@pytest.mark.parametrize("budget", ["1GiB", "90%"])
+def test_what_zeros_would_make_of_a_node_is_no_nan_of_the_step(budget):
+    """Nodes are timed on zeros, here with a division by what they sum to."""
+
+    def norm(x):
+        y = jnp.sin(x) @ x.T
+        return (y / jnp.linalg.norm(y) @ x).sum()
+
+    x = jnp.linspace(1.0, 2.0, 64 * 64).reshape(64, 64)
+    with jax.debug_nans(True), jax.debug_infs(True):
+        step = poet_jax.value_and_grad(norm, budget, planner=poet_jax.greedy)
+        assert_same(step(x), jax.value_and_grad(norm)(x))
+
+
 @pytest.mark.parametrize("fuse", [True, False], ids=["one executable", "by node"])
 def test_an_output_given_twice_is_two_arrays(fuse):
     """Donating one of them leaves the other."""
