@@ -119,6 +119,11 @@ class Node:
     backward: bool = False
     repeatable: bool = True
 
+    @property
+    def is_open_ended(self) -> bool:
+        """Whether how long it runs is a matter of what it reads, as in a `while`."""
+        return _has_while(self.equations)
+
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         """Evaluate the equations; [R] arrays or tracers to [W] arrays or tracers."""
         local = dict(enumerate(operands))
@@ -423,6 +428,14 @@ def map_equations(graph: Graph, change: Callable[[Equation], Equation]) -> Graph
         for node in graph.nodes
     )
     return dataclasses.replace(graph, nodes=nodes)
+
+
+def _has_while(equations: Iterable[Equation]) -> bool:
+    return any(
+        equation.primitive.name == "while"
+        or any(_has_while(body) for body, _ in equation.inner)
+        for equation in equations
+    )
 
 
 def unrolled(

@@ -104,9 +104,10 @@ def price(graph: Graph, device: DeviceProfile) -> Costs:
     """Costs of `graph` on `device`.
 
     Seconds of a node are measured on this machine, once per distinct signature, if
-    `device.measured`; otherwise dispatch_seconds + max(FLOPs / flops_per_second,
-    bytes / bytes_per_second), a roofline, with each equation's FLOPs times
-    `device.slowdown`. Joules are the compute power for as long as the roofline says,
+    `device.measured`; otherwise, and for a node with a `while`, whose end is a matter
+    of data, dispatch_seconds + max(FLOPs / flops_per_second, bytes / bytes_per_second),
+    a roofline, with each equation's FLOPs times `device.slowdown`, and each `while`
+    done once. Joules are the compute power for as long as the roofline says,
     or as was measured. Nodes listed in the file `device.node_costs` cost what it says.
     Workspaces are XLA's own `memory_analysis` of the compiled node on this machine,
     whether or not it writes in place, or, for a measured device, what a run was seen to
@@ -115,18 +116,11 @@ def price(graph: Graph, device: DeviceProfile) -> Costs:
     Raises ValueError if that file lacks nodes and `node_costs_partial` is False.
     """
     executables = compile_nodes(graph)
+    seconds, joules = _modelled(graph, device)
     if device.measured:
-        seconds = time_nodes(graph, executables)
-        joules = seconds * device.compute_watts
-    else:
-        flops = np.array([node_flops(node, device) for node in graph.nodes], float)
-        traffic = np.array([_node_bytes(graph, node) for node in graph.nodes], float)
-        moving = traffic / device.bytes_per_second
-        busy = np.maximum(flops / device.flops_per_second, moving)
-        seconds = device.dispatch_seconds + busy
-        joules = np.maximum(
-            flops / device.flops_per_joule, moving * device.compute_watts
-        )
+        timed = np.array([not node.is_open_ended for node in graph.nodes], bool)
+        seconds = np.where(timed, time_nodes(graph, executables), seconds)
+        joules = np.where(timed, seconds * device.compute_watts, joules)
     if device.node_costs is not None:
         seconds, joules = read_node_costs(graph, device, seconds, joules)
     nbytes = np.array([value.nbytes for value in graph.values], np.int64)
@@ -146,6 +140,16 @@ def price(graph: Graph, device: DeviceProfile) -> Costs:
         contention=device.contention,
         measured=device.measured and device.node_costs is None,
     )
+
+
+def _modelled(graph: Graph, device: DeviceProfile) -> tuple[np.ndarray, np.ndarray]:
+    """[N] seconds and joules by the roofline."""
+    flops = np.array([node_flops(node, device) for node in graph.nodes], float)
+    traffic = np.array([_node_bytes(graph, node) for node in graph.nodes], float)
+    moving = traffic / device.bytes_per_second
+    seconds = np.maximum(flops / device.flops_per_second, moving)
+    joules = np.maximum(flops / device.flops_per_joule, moving * device.compute_watts)
+    return device.dispatch_seconds + seconds, joules
 
 
 def load_instance(path: str | os.PathLike) -> tuple[Graph, Costs]:

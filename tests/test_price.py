@@ -129,6 +129,26 @@ def test_a_measured_device_times_nodes_and_causes_no_effects():
     np.testing.assert_allclose(costs.joules, costs.seconds * device.compute_watts)
 
 
+def test_what_may_not_end_with_zeros_is_not_run():
+    def fun(x):
+        def goes_on(carry):
+            return (carry[0][0, 0] < 4) & (carry[1] < 10_000)
+
+        y, _ = jax.lax.while_loop(goes_on, lambda c: (2 * c[0], c[1] + 1), (x, 0))
+        return jnp.sin(y) @ y, y
+
+    graph = poet_jax.coarsen(poet_jax.trace(fun, ones(64, 64)))
+    measured = poet_jax.price(graph, dataclasses.replace(DEVICE, measured=True))
+    modelled = poet_jax.price(graph, DEVICE)
+    (loop,) = [n for n, node in enumerate(graph.nodes) if node.is_open_ended]
+    assert measured.seconds[loop] == modelled.seconds[loop] > 0
+    assert measured.joules[loop] == modelled.joules[loop] > 0
+    everything = poet_jax.keep_all(graph, measured, poet_jax.Budget(2**30))
+    fused = poet_jax.fuse(poet_jax.lower(graph, everything), measured, 2**30)
+    (run,) = [x for x in fused.instructions if isinstance(x, poet_jax.Fused)]
+    assert run.seconds is None
+
+
 def test_rbg_keys_can_be_timed():
     graph = poet_jax.trace(
         lambda key: jax.random.bits(key, (4,)), jax.random.key(0, impl="rbg")
