@@ -69,7 +69,7 @@ def _timed(program: Program, costs: Costs, memory_bytes: float) -> Program:
         if isinstance(x, Fused):
             unit = program.units[row]
             nodes = [program.graph.nodes[n] for n in unit.nodes]
-            if any(node.is_open_ended for node in nodes):
+            if any(node.needs_data for node in nodes):
                 continue
             if unit.nbytes(program.graph) + x.workspace_bytes <= room_bytes:
                 units[row] = unit

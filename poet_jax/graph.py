@@ -120,9 +120,10 @@ class Node:
     repeatable: bool = True
 
     @property
-    def is_open_ended(self) -> bool:
-        """Whether how long it runs is a matter of what it reads, as in a `while`."""
-        return _has_while(self.equations)
+    def needs_data(self) -> bool:
+        """Whether it is not to run on made-up data: a `while` may never end with that,
+        and a function of the host's may raise."""
+        return _need_data(self.equations)
 
     def __call__(self, *operands: Any) -> tuple[Any, ...]:
         """Evaluate the equations; [R] arrays or tracers to [W] arrays or tracers."""
@@ -430,10 +431,10 @@ def map_equations(graph: Graph, change: Callable[[Equation], Equation]) -> Graph
     return dataclasses.replace(graph, nodes=nodes)
 
 
-def _has_while(equations: Iterable[Equation]) -> bool:
+def _need_data(equations: Iterable[Equation]) -> bool:
     return any(
-        equation.primitive.name == "while"
-        or any(_has_while(body) for body, _ in equation.inner)
+        equation.primitive.name in ("while", "pure_callback")
+        or any(_need_data(body) for body, _ in equation.inner)
         for equation in equations
     )
 

@@ -104,21 +104,20 @@ def price(graph: Graph, device: DeviceProfile) -> Costs:
     """Costs of `graph` on `device`.
 
     Seconds of a node are measured on this machine, once per distinct signature, if
-    `device.measured`; otherwise, and for a node with a `while`, whose end is a matter
-    of data, dispatch_seconds + max(FLOPs / flops_per_second, bytes / bytes_per_second),
-    a roofline, with each equation's FLOPs times `device.slowdown`, and each `while`
-    done once. Joules are the compute power for as long as the roofline says,
-    or as was measured. Nodes listed in the file `device.node_costs` cost what it says.
-    Workspaces are XLA's own `memory_analysis` of the compiled node on this machine,
-    whether or not it writes in place, or, for a measured device, what a run was seen to
-    take, if that is more.
+    `device.measured`; otherwise, and for a node that needs data, dispatch_seconds +
+    max(FLOPs / flops_per_second, bytes / bytes_per_second), a roofline, with each
+    equation's FLOPs times `device.slowdown`, and each `while` done once. Joules are the
+    compute power for as long as the roofline says, or as was measured. Nodes listed in
+    the file `device.node_costs` cost what it says. Workspaces are XLA's own
+    `memory_analysis` of the compiled node on this machine, whether or not it writes in
+    place, or, for a measured device, what a run was seen to take, if that is more.
 
     Raises ValueError if that file lacks nodes and `node_costs_partial` is False.
     """
     executables = compile_nodes(graph)
     seconds, joules = _modelled(graph, device)
     if device.measured:
-        timed = np.array([not node.is_open_ended for node in graph.nodes], bool)
+        timed = np.array([not node.needs_data for node in graph.nodes], bool)
         seconds = np.where(timed, time_nodes(graph, executables), seconds)
         joules = np.where(timed, seconds * device.compute_watts, joules)
     if device.node_costs is not None:

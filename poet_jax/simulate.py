@@ -59,8 +59,8 @@ class Lanes:
     does 1 - costs.contention of what it would do without.
 
     Args:
-      timed: whether a `Fused` takes what it was measured to take, where it was, and not
-        the sum of its nodes.
+      timed: whether a `Fused` takes what it was measured to take, where that is less
+        than the sum of its nodes. It is not more unless something else ran meanwhile.
 
     Attributes:
       compute, storage: seconds until each is done with what ran so far.
@@ -106,10 +106,11 @@ class Lanes:
                 return start, self.compute
 
     def _seconds_of(self, instruction: Compute | Fused) -> list[float]:
+        alone = [float(self.costs.seconds[n]) for n in computed(instruction)]
         if isinstance(instruction, Fused) and self._timed:
             if instruction.seconds is not None:
-                return [instruction.seconds]
-        return [float(self.costs.seconds[n]) for n in computed(instruction)]
+                return [min(instruction.seconds, sum(alone))]
+        return alone
 
     def _work(self, seconds: float) -> None:
         """Compute what takes so long without transfers."""

@@ -27,8 +27,7 @@ _CACHES_BYTES = 64 * 2**20
 def time_nodes(graph: Graph, executables: Sequence[Executable]) -> np.ndarray:
     """[N] seconds on this machine, each distinct executable run a few times on zeros.
 
-    0 for those with effects, which pricing must not cause, and those that are
-    open-ended, which may never be done with zeros.
+    0 for those with effects, which pricing must not cause, and those that need data.
 
     What one allocates beyond its reported workspace becomes part of that: on the CPU,
     convolutions have scratch of their own, which XLA does not know of, and which varies
@@ -38,7 +37,7 @@ def time_nodes(graph: Graph, executables: Sequence[Executable]) -> np.ndarray:
     distinct = {
         executable: Unit.of(graph, number)
         for number, (executable, node) in pairs
-        if node.repeatable and not node.is_open_ended
+        if node.repeatable and not node.needs_data
     }
     for executable, run in _runs(graph, distinct, "timing nodes"):
         executable.seconds = run.median_seconds()

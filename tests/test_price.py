@@ -129,20 +129,35 @@ def test_a_measured_device_times_nodes_and_causes_no_effects():
     np.testing.assert_allclose(costs.joules, costs.seconds * device.compute_watts)
 
 
-def test_what_may_not_end_with_zeros_is_not_run():
-    def fun(x):
-        def goes_on(carry):
-            return (carry[0][0, 0] < 4) & (carry[1] < 10_000)
+def doubled(x):
+    """Until it is large, or was doubled very often, as zeros are."""
 
-        y, _ = jax.lax.while_loop(goes_on, lambda c: (2 * c[0], c[1] + 1), (x, 0))
+    def goes_on(carry):
+        return (carry[0][0, 0] < 4) & (carry[1] < 10_000)
+
+    return jax.lax.while_loop(goes_on, lambda c: (2 * c[0], c[1] + 1), (x, 0))[0]
+
+
+def called(x):
+    def check(x):
+        assert (np.asarray(x) > 0).all(), "the host saw made-up data"
+        return np.asarray(x)
+
+    return jax.pure_callback(check, x, x)
+
+
+@pytest.mark.parametrize("function", [doubled, called])
+def test_what_needs_data_is_not_run_on_zeros(function):
+    def fun(x):
+        y = function(x)
         return jnp.sin(y) @ y, y
 
     graph = poet_jax.coarsen(poet_jax.trace(fun, ones(64, 64)))
     measured = poet_jax.price(graph, dataclasses.replace(DEVICE, measured=True))
     modelled = poet_jax.price(graph, DEVICE)
-    (loop,) = [n for n, node in enumerate(graph.nodes) if node.is_open_ended]
-    assert measured.seconds[loop] == modelled.seconds[loop] > 0
-    assert measured.joules[loop] == modelled.joules[loop] > 0
+    (node,) = [n for n, node in enumerate(graph.nodes) if node.needs_data]
+    assert measured.seconds[node] == modelled.seconds[node] > 0
+    assert measured.joules[node] == modelled.joules[node] > 0
     everything = poet_jax.keep_all(graph, measured, poet_jax.Budget(2**30))
     fused = poet_jax.fuse(poet_jax.lower(graph, everything), measured, 2**30)
     (run,) = [x for x in fused.instructions if isinstance(x, poet_jax.Fused)]
