@@ -129,8 +129,8 @@ class WholeStep:
         # are full of what the last step worked on: a quarter of a percent of the MLP's.
         # Dispatch is asynchronous, but this step must not begin beside the last one.
         try:
-            if self._awaited is not None:
-                self._awaited.block_until_ready()
+            if (awaited := self._awaited) is not None:
+                awaited.block_until_ready()
         except RuntimeError:
             self._wait()
         if copied:  # memory that this step does not know of
