@@ -106,10 +106,13 @@ def scratch_bytes(alone: Iterable[Executable]) -> int:
 
     It computes as many independent ones at a time as there are processors, and the heap
     keeps a freed block that is too small for the next one: ResNet-18 was seen to take
-    one scratch more.
+    one scratch more, and GPT-12 the larger one of two twice.
     """
-    sizes = sorted((x.scratch_bytes for x in alone), reverse=True)
-    return sum(sizes[: (os.cpu_count() or 1) + 1])
+    sizes = sorted((x.scratch_bytes for x in alone if x.scratch_bytes), reverse=True)
+    most = (os.cpu_count() or 1) + 1
+    if 1 < len(sizes) < most:
+        sizes.append(sizes[0])
+    return sum(sizes[:most])
 
 
 def replace(program: Program, stretches: Iterable["Stretch"]) -> Program:

@@ -3,6 +3,8 @@ budget; and the whole step as `jax.jit` where the budget covers that."""
 
 import dataclasses
 import itertools
+import os
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,11 +13,12 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from strategies import DEVICE, HEURISTICS, attempt, peak_bytes, programs
 from toy import W, X, gradient, loss
 
 import poet_jax
-from poet_jax.fuse import fuse
+from poet_jax.fuse import fuse, scratch_bytes
 from poet_jax.plan import PageIn, PageOut
 from poet_jax.program import (
     Fused,
@@ -105,6 +108,19 @@ def test_runs_are_timed_on_this_machine_where_there_is_room(case):
         again = program_from_list(fused.graph, program_to_list(fused))
         assert again.instructions == fused.instructions
     assert_close(poet_jax.HostExecutor()(fused)(*args), expected)
+
+
+@given(sizes=st.lists(st.integers(0, 9), max_size=6), cores=st.integers(1, 4))
+def test_a_run_has_room_for_one_scratch_more_than_it_has_at_once(sizes, cores):
+    """The heap keeps one that was freed, and the next may not fit it."""
+    nodes = [types.SimpleNamespace(scratch_bytes=nbytes) for nbytes in sizes]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "cpu_count", lambda: cores)
+        counted = scratch_bytes(nodes)
+    largest = sorted(filter(None, sizes), reverse=True)
+    at_once, others = largest[:cores], largest[cores:]
+    one_more = others[0] if others else largest[0] if len(largest) > 1 else 0
+    assert counted == sum(at_once) + one_more
 
 
 def test_with_room_for_everything_all_nodes_are_one_run_that_updates_in_place():
