@@ -39,13 +39,15 @@ def time_nodes(graph: Graph, executables: Sequence[Executable]) -> np.ndarray:
         for number, (executable, node) in pairs
         if node.repeatable and not node.needs_data
     }
-    for executable, run in _runs(graph, distinct, "timing nodes"):
+    for executable, unit, others in _untimed(distinct, "timing nodes"):
+        run = _Run(graph, executable, unit, others)
         executable.seconds = run.median_seconds()
         for _ in range(SCRATCH_RUNS if on_cpu() else 0):
             grown = heap.growth_bytes(run)
             if grown <= executable.temp_bytes + NOTICED_BYTES:
                 break
             executable.workspace_bytes = max(executable.workspace_bytes, grown)
+        del run  # or its arrays would live beside those of the next one
     return np.array([x.seconds or 0.0 for x in executables], float)
 
 
@@ -53,40 +55,37 @@ def time_units(graph: Graph, units: Sequence[Unit]) -> list[float]:
     """[U] seconds on this machine, as those of nodes."""
     executables = compile_units(graph, units)
     distinct = dict(zip(executables, units, strict=True))
-    for executable, run in _runs(graph, distinct, "timing runs of nodes"):
-        executable.seconds = run.median_seconds()
+    for executable, unit, others in _untimed(distinct, "timing runs of nodes"):
+        executable.seconds = _Run(graph, executable, unit, others).median_seconds()
     return [x.seconds or 0.0 for x in executables]
 
 
-def _runs(
-    graph: Graph, units: dict[Executable, Unit], what: str
-) -> "Iterator[tuple[Executable, _Run]]":
-    """Those that were not timed before, ready to run, with progress."""
+def _untimed(
+    units: dict[Executable, Unit], what: str
+) -> Iterator[tuple[Executable, Unit, np.ndarray]]:
+    """Those that were not timed before, with progress, and what fills the caches."""
     others = np.ones(_CACHES_BYTES // 8)
     for executable, unit in counted(units.items(), len(units), what):
         if executable.seconds is None:
-            values = [graph.values[v] for v in unit.reads]
-            operands = [jnp.zeros(value.shape, value.dtype) for value in values]
-            large = on_cpu() and unit.nbytes(graph) >= NOTICED_BYTES
-            yield executable, _Run(executable, operands, others if large else None)
+            yield executable, unit, others
 
 
 class _Run:
     """A run of an executable, which can be repeated; a call gives its seconds.
 
     Each writes into the results of the last, as in the executor, and begins after
-    `others` were read.
+    `others` were read, unless it touches little.
     """
 
     def __init__(
-        self,
-        executable: Executable,
-        operands: list[jax.Array],
-        others: np.ndarray | None,
+        self, graph: Graph, executable: Executable, unit: Unit, others: np.ndarray
     ):
-        self._executable, self._operands = executable, operands
-        self._others = others
+        self._executable = executable
+        values = [graph.values[v] for v in unit.reads]
+        self._operands = [jnp.zeros(value.shape, value.dtype) for value in values]
         self._into: list[jax.Array] | None = None
+        large = on_cpu() and unit.nbytes(graph) >= NOTICED_BYTES
+        self._others = others if large else None
 
     def median_seconds(self) -> float:
         self()

@@ -2,6 +2,7 @@
 budget; and the whole step as `jax.jit` where the budget covers that."""
 
 import dataclasses
+import gc
 import itertools
 import os
 import types
@@ -18,6 +19,7 @@ from strategies import DEVICE, HEURISTICS, attempt, peak_bytes, programs
 from toy import W, X, gradient, loss
 
 import poet_jax
+from poet_jax.compile import Executable
 from poet_jax.fuse import fuse, scratch_bytes
 from poet_jax.plan import PageIn, PageOut
 from poet_jax.program import (
@@ -108,6 +110,44 @@ def test_runs_are_timed_on_this_machine_where_there_is_room(case):
         again = program_from_list(fused.graph, program_to_list(fused))
         assert again.instructions == fused.instructions
     assert_close(poet_jax.HostExecutor()(fused)(*args), expected)
+
+
+def test_runs_are_timed_one_after_the_other_within_the_memory(monkeypatch):
+    """No arrays of one run are there while the next is timed."""
+
+    def fun(x, ws):
+        for number, w in enumerate(ws):  # each an executable of its own
+            x = jnp.sin(jnp.tanh(x @ w) + number * x)
+        return x
+
+    args = jnp.ones((512, 96)), [jnp.ones((96, 96))] * 6
+    graph = poet_jax.order(poet_jax.coarsen(poet_jax.trace(fun, *args)))
+    costs = poet_jax.price(graph, MEASURED)
+    memory = int(1.1 * peak_bytes(graph, costs))
+    everything = poet_jax.keep_all(graph, costs, poet_jax.Budget(2**30))
+    program = poet_jax.lower(graph, everything)
+    held = sum(graph.values[v].nbytes for v in graph.initial)
+    most = 0
+
+    def live_bytes():
+        return sum(x.nbytes for x in jax.live_arrays())
+
+    def watched(function):
+        def call(*args, **kwargs):
+            nonlocal most
+            results = function(*args, **kwargs)
+            most = max(most, live_bytes() - before)
+            return results
+
+        return call
+
+    monkeypatch.setattr(Executable, "__call__", watched(Executable.__call__))
+    monkeypatch.setattr(jnp, "zeros", watched(jnp.zeros))
+    gc.collect()
+    before = live_bytes()
+    fused = fuse(program, costs, memory)
+    assert any(x.seconds for x in fused.instructions if isinstance(x, Fused))
+    assert 0 < most <= memory - held
 
 
 @given(sizes=st.lists(st.integers(0, 9), max_size=6), cores=st.integers(1, 4))
