@@ -259,8 +259,9 @@ def lower_actions(graph: Graph, actions: Sequence[Action]) -> Program:
             case Free(value):
                 last_use[value] = position
                 drop(value)
+    returned = frozenset(graph.returned)
     for value in list(last_use):
-        if value not in graph.returned:
+        if value not in returned:
             drop(value)
     instructions: list[Instruction] = [Free(v) for v in free_after[0]]
     for position, action in enumerate(actions, start=1):
@@ -284,44 +285,45 @@ def _check(graph: Graph, actions: Sequence[Action]) -> None:
     present = set(graph.initial)
     stored = set(graph.stored)
     done: set[int] = set()
-
-    def need(condition: bool, problem: str) -> None:
-        if not condition:
-            raise PlanInvalid(
-                f"The plan {problem}. Every action needs its values in RAM, or on "
-                "storage for a page-in. Make the plan again with the planner that "
-                "belongs to it."
-            )
-
     for action in actions:
         match action:
             case Compute(number):
                 node = graph.nodes[number]
                 for value in node.reads:
-                    need(
-                        value in present,
-                        f"computes {node.name!r} before {graph.values[value].name!r}",
-                    )
-                need(
-                    node.repeatable or number not in done,
-                    f"repeats {node.name!r}, which has effects",
-                )
+                    if value not in present:
+                        missing = graph.values[value].name
+                        raise _invalid(f"computes {node.name!r} before {missing!r}")
+                if number in done and not node.repeatable:
+                    raise _invalid(f"repeats {node.name!r}, which has effects")
                 done.add(number)
                 present.update(node.writes)
             case PageOut(value):
                 name = graph.values[value].name
-                need(value in present, f"pages out {name!r}, which is not in RAM")
-                need(value not in stored, f"pages out {name!r} twice")
-                need(graph.values[value].pageable, f"pages out the PRNG key {name!r}")
+                if value not in present:
+                    raise _invalid(f"pages out {name!r}, which is not in RAM")
+                if value in stored:
+                    raise _invalid(f"pages out {name!r} twice")
+                if not graph.values[value].pageable:
+                    raise _invalid(f"pages out the PRNG key {name!r}")
                 stored.add(value)
             case PageIn(value):
-                name = graph.values[value].name
-                need(value in stored, f"pages in {name!r}, which was not paged out")
+                if value not in stored:
+                    name = graph.values[value].name
+                    raise _invalid(f"pages in {name!r}, which was not paged out")
                 present.add(value)
             case Free(value):
-                name = graph.values[value].name
-                free = value in present and value not in graph.pinned
-                need(free, f"frees {name!r}, which is not there to be freed")
+                if value not in present or value in graph.pinned:
+                    name = graph.values[value].name
+                    raise _invalid(f"frees {name!r}, which is not there to be freed")
                 present.remove(value)
-    need(len(done) == len(graph.nodes), "does not compute every node")
-    need(stored.issuperset(graph.landing), "leaves state in RAM that lives on storage")
+    if len(done) != len(graph.nodes):
+        raise _invalid("does not compute every node")
+    if not stored.issuperset(graph.landing):
+        raise _invalid("leaves state in RAM that lives on storage")
+
+
+def _invalid(problem: str) -> PlanInvalid:
+    return PlanInvalid(
+        f"The plan {problem}. Every action needs its values in RAM, or on storage for "
+        "a page-in. Make the plan again with the planner that belongs to it."
+    )

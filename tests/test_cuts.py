@@ -1,7 +1,9 @@
 """The program of cuts: its minimum is a bound, and its solutions become real plans."""
 
+import gc
 import math
 import time
+import weakref
 from unittest import mock
 
 import numpy as np
@@ -131,6 +133,24 @@ def test_what_a_plan_does_is_a_solution_that_costs_no_more(
     assert all(solution.values[n] == value for n, value in values.items())
     least = solution.objective * program.unit
     assert least <= judged.usage.joules * (1 + 1e-6)
+
+
+@settings(max_examples=25)
+@given(case=budgeted_graphs(), cuts=st.sets(st.integers(0, 8), min_size=1))
+def test_a_program_is_gone_when_nobody_has_it(case, cuts):
+    """Planning makes hundreds of them, and no garbage is collected meanwhile."""
+    graph, costs, memory_bytes = case
+    cuts = {cut for cut in cuts if cut < len(graph.nodes)} or {0}
+    parts = graph, costs, poet_jax.Budget(memory_bytes), poet_jax.MilpPlanner(), cuts
+    gc.disable()
+    try:
+        program = Cuts(*parts)
+        assert program.model.rows
+        model = weakref.ref(program.model)
+        del program
+        assert model() is None
+    finally:
+        gc.enable()
 
 
 @settings(max_examples=25)
@@ -282,8 +302,7 @@ def test_exchangeable_binaries_are_counted_with_the_same_result(
         if pairs:
             for (_, _, y), (_, _, z) in zip(items[::2], items[1::2], strict=False):
                 model += y + z <= 1
-        model.objective = solvers.xsum(c * y for c, _, y in items) + 1000
-        model.least = 1000.0
+        model.minimise(solvers.xsum(c * y for c, _, y in items) + 1000, least=1000.0)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(solvers, "FEW", 0)
             patch.setattr(solvers, "SHORT_ROW", 3)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import gc
 import os
 import shutil
 import subprocess
@@ -347,3 +348,29 @@ def test_a_plan_in_either_order_is_a_start():
         usage = poet_jax.simulate(poet_jax.lower(graph, plan), costs)
         assert usage.peak_bytes <= budget.memory_bytes
         assert usage.joules == pytest.approx(plan.objective)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("share", [0.1, 0.9])
+def test_planning_leaves_collections_as_the_user_has_them(enabled, share):
+    """Also where it raises BudgetTooSmall."""
+    graph, costs = twelve_nodes()
+    budget = poet_jax.Budget(int(share * peak_bytes(graph, costs)))
+    before = gc.isenabled()
+    try:
+        gc.enable() if enabled else gc.disable()
+        found = attempt(poet_jax.MilpPlanner(), graph, costs, budget)
+        assert gc.isenabled() == enabled
+        assert isinstance(found, poet_jax.Plan) == (share > 0.5)
+    finally:
+        gc.enable() if before else gc.disable()
+
+
+@given(case=graphs())
+def test_a_planner_without_switches_plans_the_graph_itself(case):
+    """With what is known of it: who reads what, and what may be written over."""
+    graph, _ = case
+    assert poet_jax.MilpPlanner().restrict(graph) is graph
+    fixed = poet_jax.MilpPlanner(remat=False).restrict(graph)
+    assert not any(node.repeatable for node in fixed.nodes)
+    assert any(node.repeatable for node in graph.nodes) == (fixed is not graph)

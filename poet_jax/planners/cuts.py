@@ -103,11 +103,11 @@ class Cuts:
         self._store_rows()
         if self.chosen is not None:
             self.unit = 1.0
-            self.model.objective = self.chosen.loss()
+            self.model.minimise(self.chosen.loss())
             self._deadline_rows()
         elif budget is None:
             self.unit = self.memory_unit
-            self.model.objective = self.memory * 1.0
+            self.model.minimise(self.memory * 1.0)
         else:
             self.unit, _ = minimise(
                 self.model,
@@ -121,7 +121,7 @@ class Cuts:
             )
         self.statistics = {
             "binaries": sum(self.model.binary),
-            "rows": len(self.model.rows),
+            "rows": self.model.rows,
             "cuts": self.last,
         }
 

@@ -59,7 +59,7 @@ class Formulation:
         self.late_plans = 0
         self.statistics = {
             "binaries": len(self.x) + len(self.r) + len(self.page_in),
-            "rows": len(self.model.rows),
+            "rows": self.model.rows,
             "rounds": 0,
         }
 
@@ -391,7 +391,7 @@ class Formulation:
         lane's."""
         if self.budget is None:
             self.objective_unit = self.unit
-            self.model.objective = self.memory * 1.0
+            self.model.minimise(self.memory * 1.0)
             return
         self.objective_unit, self.seconds = minimise(
             self.model,

@@ -120,6 +120,8 @@ def prefetch(costs: Costs, judged: Judged, budget: Budget) -> Judged:
     they are read, and free what goes to storage when it is there, where memory
     allows."""
     given, graph = judged, judged.graph
+    if all(isinstance(x, Compute) for x in given.actions):
+        return given
     if any(isinstance(x, Free) for x in given.actions):
         judged = judge(graph, costs, moving(given.actions))
     instructions = list(judged.program.instructions)

@@ -8,6 +8,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import fnmatch
+import gc
 import itertools
 import logging
 import math
@@ -121,6 +122,12 @@ class MilpPlanner:
     ) -> Plan:
         """A plan that costs no more than `start`, one of this planner's, if that
         fits."""
+        with _no_collections():
+            return self._plan(graph, costs, budget, start)
+
+    def _plan(
+        self, graph: Graph, costs: Costs, budget: Budget, start: Plan | None
+    ) -> Plan:
         numbers = late(graph)
         search = _Search(self, self.restrict(graph), costs, budget, start)
         most = NODES_PER_SECOND * self.time_limit_seconds
@@ -167,26 +174,42 @@ class MilpPlanner:
         in_ram = kept | _matching(graph, "never_page", self.never_page)
         once = kept | _matching(graph, "never_remat", self.never_remat)
         at_home = {*graph.stored, *graph.landing}
+        pageable = [
+            value.pageable and (v in at_home or (self.paging and v not in in_ram))
+            for v, value in enumerate(graph.values)
+        ]
+        repeatable = [
+            node.repeatable and self.remat and once.isdisjoint(node.writes)
+            for node in graph.nodes
+        ]
+        same_values = pageable == [value.pageable for value in graph.values]
+        if same_values and repeatable == [node.repeatable for node in graph.nodes]:
+            return graph
         return dataclasses.replace(
             graph,
             values=tuple(
-                dataclasses.replace(
-                    value,
-                    pageable=value.pageable
-                    and (v in at_home or (self.paging and v not in in_ram)),
-                )
-                for v, value in enumerate(graph.values)
+                dataclasses.replace(value, pageable=is_pageable)
+                for value, is_pageable in zip(graph.values, pageable, strict=True)
             ),
             nodes=tuple(
-                dataclasses.replace(
-                    node,
-                    repeatable=node.repeatable
-                    and self.remat
-                    and once.isdisjoint(node.writes),
-                )
-                for node in graph.nodes
+                dataclasses.replace(node, repeatable=is_repeatable)
+                for node, is_repeatable in zip(graph.nodes, repeatable, strict=True)
             ),
         )
+
+
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """Without Python's garbage collections meanwhile: planning makes no cycles to speak
+    of, but so many objects that all which JAX holds would be looked through, again and
+    again, for a third of the time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _matching(graph: Graph, pin: str, patterns: Iterable[str]) -> set[int]:
@@ -239,11 +262,13 @@ class _Search:
         self.by_cuts: Rounds | None = None
         self.bounds = Bounds(graph, costs, budget, planner)
         self.evictions: dict[tuple[bool, bool], Judged] = {}  # by (remat, paging)
-        self.leanest = keep_everything(graph, costs)
+        self.baseline = self.leanest = keep_everything(graph, costs)
         self.kept_seconds = 0.0  # for what comes after the rounds
         self.statistics: dict[str, int] = {}
-        for resident in ((), graph.successors):
-            self.consider(keep_everything(graph.with_resident(resident), costs))
+        self.consider(self.baseline)
+        if graph.successors:
+            resident = graph.with_resident(graph.successors)
+            self.consider(keep_everything(resident, costs))
         if start is not None and list(start.order) == sorted(start.order):
             self.consider_repaired(judge_plan(graph, costs, start))
 
@@ -524,7 +549,7 @@ class _Search:
 
         left = self.seconds_for_rounds if budget else seconds_for_bytes
         parts = self.graph, self.costs, budget, self.planner, left
-        rounds = Rounds(*parts, self.start)
+        rounds = Rounds(*parts, self.start, self.baseline)
         self.statistics = rounds.statistics
         return rounds
 

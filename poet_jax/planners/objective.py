@@ -56,5 +56,5 @@ def minimise(
     # Solvers stop at absolute differences too, so keep-all counts as 1000.
     least = least_objective(graph, costs, objective)
     unit = least / 1000 or 1.0
-    model.objective, model.least = value * (1 / unit), least / unit
+    model.minimise(value * (1 / unit), least / unit)
     return unit, seconds

@@ -138,11 +138,12 @@ class PaperPlanner:
         page_out = _node_sums(graph, costs.page_out_joules)
         # Solvers stop at absolute differences too, so one pass over all counts as 1000.
         unit = float(costs.joules.sum()) / 1000 or 1.0
-        model.objective = xsum(
+        joules = (
             float(cost[i]) / unit * M[t][i]
             for cost, M in ((costs.joules, R), (page_in, M_in), (page_out, M_out))
             for t, i in pairs
         )
+        model.minimise(xsum(joules))
         solution = model.optimize(self.time_limit_seconds)
         if solution.values is None:
             return None

@@ -10,7 +10,7 @@ from typing import Any
 from poet_jax.graph import Graph
 from poet_jax.plan import Budget
 from poet_jax.planners.cuts import Cuts
-from poet_jax.planners.judge import ROUNDING, Judged, keep_everything, prefetch
+from poet_jax.planners.judge import ROUNDING, Judged, prefetch
 from poet_jax.planners.lift import crests, solve
 from poet_jax.price import Costs
 
@@ -42,6 +42,7 @@ class Rounds:
       planner: a MilpPlanner.
       seconds_left: for all rounds.
       start: a good plan to start from, or None.
+      baseline: keep-all, which says where to cut first.
 
     Attributes:
       statistics: of the last program, with the number of rounds.
@@ -57,11 +58,12 @@ class Rounds:
         planner: Any,
         seconds_left: Callable[[], float],
         start: Callable[[], Judged | None],
+        baseline: Judged,
     ):
         self.graph, self.costs, self.budget = graph, costs, budget
         self.planner, self.seconds_left, self.start = planner, seconds_left, start
-        baseline = crests(graph, keep_everything(graph, costs))
-        self.cuts = {baseline.index(max(baseline))}
+        most = crests(graph, baseline)
+        self.cuts = {most.index(max(most))}
         self.asked = budget  # with an earlier deadline once plans wait for storage
         self.horizon: int | None = None
         self.reserve_bytes = 0  # left free at every cut

@@ -5,6 +5,7 @@ process of its own, which is killed and replaced where that happens: the planner
 goes on with what it has.
 """
 
+import array
 import dataclasses
 import importlib
 import itertools
@@ -80,20 +81,24 @@ class Solution:
 class Model:
     """A minimisation over variables that are at least zero.
 
-    `model += row` takes a comparison of python-mip's expressions. `objective` is one,
-    and no solution has less than `least`, of which gaps are fractions at least: CBC
-    leaves the constant part of an objective out of its relative gap, and for a step
+    `model += row` takes a comparison of python-mip's expressions. What is minimised is
+    one, and no solution has less than `least`, of which gaps are fractions at least:
+    CBC leaves the constant part of an objective out of its relative gap, and for a step
     that is almost all of it.
+
+    Rows are recorded as numbers: their expressions refer to the model, and would live
+    on with it until a garbage collection.
     """
 
     def __init__(self, solver: str, gap: float):
         self.solver, self.gap = solver, gap
         self.upper: list[float] = []
         self.binary: list[bool] = []
-        self.rows: list[Any] = []
-        self.objective: Any = None
         self.least = 0.0
-        self._arrays: dict[str, Any] = {}
+        self._minimised: dict[str, Any] = {}
+        self._lengths, self._columns = array.array("q"), array.array("q")
+        self._coefficients, self._constants = array.array("d"), array.array("d")
+        self._senses: list[str] = []
 
     def add_var(self, *, ub: float = math.inf, binary: bool = False) -> Any:
         """A variable, continuous or binary, of at most `ub`."""
@@ -102,8 +107,24 @@ class Model:
         return mip.Var(self, len(self.upper) - 1)  # pyright: ignore[reportArgumentType]
 
     def __iadd__(self, row: Any) -> "Model":
-        self.rows.append(row)
+        terms = row.expr
+        self._lengths.append(len(terms))
+        self._columns.extend([y.idx for y in terms])
+        self._coefficients.extend(terms.values())
+        self._constants.append(row.const)
+        self._senses.append(row.sense)
         return self
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        return len(self._senses)
+
+    def minimise(self, value: Any, least: float = 0.0) -> None:
+        """Set the objective, which is at least `least` in every solution."""
+        terms = [(y.idx, float(c)) for y, c in value.expr.items()]
+        self._minimised = {"objective": terms, "constant": value.const}
+        self.least = least
 
     def optimize(
         self,
@@ -115,17 +136,20 @@ class Model:
     ) -> Solution:
         """The Solution after `seconds` or at the relative gap, `start` given; with all
         binaries from 0 to 1 if `relaxed`, and with variables, by number, `fixed`."""
-        problem = {
+        problem = self._minimised | {
             "solver": self.solver,
             "gap": self.gap,
             "absolute_gap": max(self.gap * self.least, 1e-12),
             "seconds": seconds,
             "upper": self.upper,
             "binary": [binary and not relaxed for binary in self.binary],
-            "objective": [(y.idx, c) for y, c in self.objective.expr.items()],
-            "constant": self.objective.const,
             "start": [(y.idx, value) for y, value in start],
-        } | self._recorded()
+            "lengths": np.array(self._lengths),
+            "columns": np.array(self._columns),
+            "coefficients": np.array(self._coefficients),
+            "constants": np.array(self._constants),
+            "senses": self._senses,
+        }
         by_kinds = self.solver == "CBC" and not relaxed and not fixed
         problem["alike"] = self._alike(problem) if by_kinds else []
         known = np.full(len(self.upper), np.nan)
@@ -145,20 +169,6 @@ class Model:
             known[np.isnan(known)] = values
             values = known
         return Solution(values, value, bound, infeasible)
-
-    def _recorded(self) -> dict[str, Any]:
-        """The rows as arrays, which are kept until there are more."""
-        if len(self.rows) != len(self._arrays.get("senses", ())):
-            terms = [row.expr for row in self.rows]
-            flat = itertools.chain.from_iterable
-            self._arrays = {
-                "lengths": np.array([len(x) for x in terms], int),
-                "columns": np.fromiter((y.idx for y in flat(terms)), int),
-                "coefficients": np.fromiter(flat(x.values() for x in terms), float),
-                "senses": [row.sense for row in self.rows],
-                "constants": [row.const for row in self.rows],
-            }
-        return self._arrays
 
     def _alike(self, problem: dict) -> list[list[int]]:
         """Binaries with equal columns, but for which of the short rows they are in:
@@ -210,7 +220,7 @@ def _fix(problem: dict[str, Any], known: np.ndarray) -> bool:
         "lengths": lengths[left],
         "columns": number[columns[is_left]],
         "coefficients": coefficients[is_left],
-        "constants": constants[left].tolist(),
+        "constants": constants[left],
         "senses": senses[left].tolist(),
         "objective": [(number[n], c) for n, c in problem["objective"] if free[n]],
         "upper": np.array(problem["upper"])[free].tolist(),

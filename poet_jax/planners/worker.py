@@ -105,7 +105,7 @@ def build(problem: dict, relaxed: set[int]) -> tuple[Any, list]:
     for length, sense, constant in zip(
         problem["lengths"].tolist(),
         problem["senses"],
-        problem["constants"],
+        problem["constants"].tolist(),
         strict=True,
     ):
         end = begin + length
