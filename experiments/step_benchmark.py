@@ -11,10 +11,12 @@ that are there already are not measured again. All of it takes about 90 minutes 
 cores; --models and --shares choose a part. The second command draws steps.png.
 
 Seconds are medians over steps, ratios are medians over pairs of steps in turn. The
-rise is of the process's high-water mark (VmHWM) in ten steps or more, one after the
-other as in a training loop, over what the process held besides the step's arguments, so
-it is to be compared with the budget. Each model's process measures this machine's rates
-anew, and replaces the file at `poet_jax.host_path()`.
+machine is not always as fast, so what a step is planned and expected to take is timed
+before its steps, and again after them. The rise is of the process's high-water mark
+(VmHWM) in ten steps or more, one after the other as in a training loop, over what the
+process held besides the step's arguments, so it is to be compared with the budget. Each
+model's process measures this machine's rates anew, and replaces the file at
+`poet_jax.host_path()`.
 
 On an accelerator the models are larger ones, budgets are of its memory, and the rise is
 of what its allocator was seen to have in use, asked again after every fifth of a
@@ -23,8 +25,10 @@ millisecond. Each row has a process of its own.
 
 import contextlib
 import csv
+import dataclasses
 import functools
 import itertools
+import math
 import os
 import pathlib
 import random
@@ -44,6 +48,10 @@ from absl import app, flags, logging
 import poet_jax
 from experiments import memory
 from experiments.steps import flax_case, read_rows, training_step, unet_case
+from poet_jax.compile import Unit, compile_units
+from poet_jax.fuse import timed
+from poet_jax.simulate import expected_seconds
+from poet_jax.timing import time_units
 
 SHARES = flags.DEFINE_list(
     "shares", ["100", "75", "50", "35", "25", "min"], "Percentages of keep-all's peak."
@@ -77,7 +85,8 @@ SHORT_SECONDS = 1.0
 COLUMNS = (
     "model", "share", "budget_bytes", "keep_all_bytes", "jit_bytes",
     "checkpoint_bytes", "status", "gap", "plan_seconds", "executables",
-    "planned_seconds", "expected_seconds", "seconds", "jit_seconds",
+    "planned_seconds", "expected_seconds", "planned_after", "expected_after",
+    "seconds", "jit_seconds",
     "checkpoint_seconds", "ratio", "checkpoint_ratio", "pairs", "planned_bytes",
     "peak_bytes", "rise_bytes", "watched_steps", "paged_bytes", "storage_seconds",
     "hidden_seconds", "loss_difference",
@@ -172,9 +181,27 @@ def measure_model(name: str, shares: list[str], writer, flush) -> None:
             "executables": schedule.program.computes,
         }
         row |= compare(within, plain, checkpoint, fresh_state, batch, state_bytes)
+        row |= timed_again(schedule)
         logging.info("%s", row)
         writer.writerow(row)
         flush()
+
+
+def timed_again(schedule: poet_jax.Schedule) -> dict[str, str]:
+    """Planned and expected seconds with nodes, and runs of them, as fast as they are
+    now."""
+    program, memory_bytes = schedule.program, schedule.budget.memory_bytes
+    graph = program.graph
+    nodes = [Unit.of(graph, number) for number in range(len(graph.nodes))]
+    for executable in compile_units(graph, [*nodes, *program.units.values()]):
+        executable.seconds = None
+    seconds = time_units(graph, nodes, [math.inf] * len(nodes))
+    costs = dataclasses.replace(schedule.costs, seconds=np.array(seconds, float))
+    program = timed(program, costs, memory_bytes)
+    return {
+        "planned_after": f"{poet_jax.simulate(program, costs).seconds:.6f}",
+        "expected_after": f"{expected_seconds(program, costs):.6f}",
+    }
 
 
 def smallest_bytes(scheduled, *args) -> int:

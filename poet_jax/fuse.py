@@ -24,7 +24,7 @@ from poet_jax.plan import Compute, Free, PageIn, PageOut
 from poet_jax.postpone import postpone
 from poet_jax.price import Costs
 from poet_jax.program import Fused, Instruction, Program, free_soon
-from poet_jax.simulate import simulate
+from poet_jax.simulate import simulate, workspace_of
 from poet_jax.timing import time_units
 
 # A run that XLA gave more memory than guessed is guessed again with this margin.
@@ -56,25 +56,19 @@ def fuse(program: Program, costs: Costs, memory_bytes: float) -> Program:
         fused = postpone(fused, costs, memory_bytes)
         if simulate(fused, costs).seconds <= usage.seconds:
             break
-    return _timed(fused, costs, memory_bytes) if costs.measured else fused
+    return timed(fused, costs, memory_bytes) if costs.measured else fused
 
 
-def _timed(program: Program, costs: Costs, memory_bytes: float) -> Program:
+def timed(program: Program, costs: Costs, memory_bytes: float) -> Program:
     """`program` with the seconds of its runs on this machine, as far as there is room
     to run them beside the arguments of the step."""
     instructions = list(program.instructions)
     room_bytes = memory_bytes - sum(int(costs.nbytes[v]) for v in program.graph.initial)
-    units = {}
-    for row, x in enumerate(instructions):
-        if isinstance(x, Fused):
-            unit = program.units[row]
-            nodes = [program.graph.nodes[n] for n in unit.nodes]
-            if any(node.needs_data for node in nodes):
-                continue
-            if unit.nbytes(program.graph) + x.workspace_bytes <= room_bytes:
-                units[row] = unit
-    times = time_units(program.graph, list(units.values()))
-    for row, seconds in zip(units, times, strict=True):
+    rows = [row for row, x in enumerate(instructions) if isinstance(x, Fused)]
+    units = [program.units[row] for row in rows]
+    rooms = [room_bytes - workspace_of(instructions[row], costs) for row in rows]
+    times = time_units(program.graph, units, rooms)
+    for row, seconds in zip(rows, times, strict=True):
         instructions[row] = dataclasses.replace(instructions[row], seconds=seconds)
     return dataclasses.replace(program, instructions=tuple(instructions))
 

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,7 @@ def time_nodes(graph: Graph, executables: Sequence[Executable]) -> np.ndarray:
         if node.repeatable and not node.needs_data
     }
     for executable, unit, others in _untimed(distinct, "timing nodes"):
-        run = _Run(graph, executable, unit, others)
+        run = _Run(graph, executable, unit, others, range(len(unit.reads)))
         executable.seconds = run.median_seconds()
         for _ in range(SCRATCH_RUNS if on_cpu() else 0):
             grown = heap.growth_bytes(run)
@@ -51,13 +52,43 @@ def time_nodes(graph: Graph, executables: Sequence[Executable]) -> np.ndarray:
     return np.array([x.seconds or 0.0 for x in executables], float)
 
 
-def time_units(graph: Graph, units: Sequence[Unit]) -> list[float]:
-    """[U] seconds on this machine, as those of nodes."""
+def time_units(
+    graph: Graph, units: Sequence[Unit], room_bytes: Sequence[float]
+) -> list[float | None]:
+    """[U] seconds on this machine, as those of nodes.
+
+    None for one that needs data, or whose arrays do not fit into its `room_bytes`, and
+    that was not timed before. Where there is little room, operands of one shape and
+    type are the same array; what is bound by memory then takes less than in a step.
+    """
     executables = compile_units(graph, units)
-    distinct = dict(zip(executables, units, strict=True))
+    distinct: dict[Executable, Unit] = {}
+    firsts: dict[Executable, Sequence[int]] = {}
+    for executable, unit, room in zip(executables, units, room_bytes, strict=True):
+        needs_data = any(graph.nodes[number].needs_data for number in unit.nodes)
+        most_bytes = least_bytes = unit.nbytes(graph)
+        first = _alike(graph, unit)
+        for number, value in enumerate(unit.reads):
+            least_bytes -= graph.values[value].nbytes if first[number] < number else 0
+        if least_bytes <= room and not needs_data:
+            distinct[executable] = unit
+            firsts[executable] = first if most_bytes > room else range(len(first))
     for executable, unit, others in _untimed(distinct, "timing runs of nodes"):
-        executable.seconds = _Run(graph, executable, unit, others).median_seconds()
-    return [x.seconds or 0.0 for x in executables]
+        run = _Run(graph, executable, unit, others, firsts[executable])
+        executable.seconds = run.median_seconds()
+        del run  # or its arrays would live beside those of the next one
+    return [x.seconds for x in executables]
+
+
+def _alike(graph: Graph, unit: Unit) -> list[int]:
+    """[reads] the first operand that may be the same array, if both are zeros: one of
+    the same shape and type. What the unit writes over is like no other."""
+    firsts: dict[Any, int] = {}
+    replaced = {old for old, _ in unit.replaces}
+    return [
+        firsts.setdefault(v if v in replaced else graph.values[v].kind, number)
+        for number, v in enumerate(unit.reads)
+    ]
 
 
 def _untimed(
@@ -74,15 +105,26 @@ class _Run:
     """A run of an executable, which can be repeated; a call gives its seconds.
 
     Each writes into the results of the last, as in the executor, and begins after
-    `others` were read, unless it touches little.
+    `others` were read, unless it touches little. Operands are zeros, each the
+    same array as the first that `firsts` has for it.
     """
 
     def __init__(
-        self, graph: Graph, executable: Executable, unit: Unit, others: np.ndarray
+        self,
+        graph: Graph,
+        executable: Executable,
+        unit: Unit,
+        others: np.ndarray,
+        firsts: Sequence[int],
     ):
         self._executable = executable
-        values = [graph.values[v] for v in unit.reads]
-        self._operands = [jnp.zeros(value.shape, value.dtype) for value in values]
+        self._operands: list[jax.Array] = []
+        for number, (first, v) in enumerate(zip(firsts, unit.reads, strict=True)):
+            is_new = first == number
+            zeros = (
+                jnp.zeros(*graph.values[v].kind) if is_new else self._operands[first]
+            )
+            self._operands.append(zeros)
         self._into: list[jax.Array] | None = None
         large = on_cpu() and unit.nbytes(graph) >= NOTICED_BYTES
         self._others = others if large else None
