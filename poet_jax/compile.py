@@ -222,7 +222,8 @@ class Executable:
     Attributes:
       temp_bytes: what XLA allocates as one block while it runs, beside operands and
         results.
-      workspace_bytes: that, which `price` raises to what a run was seen to take.
+      workspace_bytes: that, or what a run was seen to take, if that is more.
+      is_watched: whether a run was watched for that.
       seconds: of a run on this machine, once that was measured.
       replacing: the number of each result that replaces an operand, and the operand's.
       destinations: [D] shapes and dtypes of the results of `RECYCLED_BYTES` or more
@@ -274,6 +275,7 @@ class Executable:
         analysis = self._compiled.memory_analysis()
         self.temp_bytes = int(analysis.temp_size_in_bytes) if analysis else 0
         self.workspace_bytes = self.temp_bytes
+        self.is_watched = False
         self.seconds: float | None = None
 
     @property

@@ -9,7 +9,7 @@ nodes in turn; it is used where XLA's own analysis says that the budget holds.
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from poet_jax.compile import (
     RECYCLED_BYTES,
@@ -52,7 +52,7 @@ def fuse(program: Program, costs: Costs, memory_bytes: float) -> Program:
     fused = program
     for base in (free_soon(program), late):
         stretches = _stretches(base, costs, zip(begins, ends, strict=True))
-        fused = replace(base, _fitting(stretches, memory_bytes))
+        fused = replace(base, _fitting(stretches, costs, memory_bytes))
         fused = postpone(fused, costs, memory_bytes)
         if simulate(fused, costs).seconds <= usage.seconds:
             break
@@ -61,9 +61,9 @@ def fuse(program: Program, costs: Costs, memory_bytes: float) -> Program:
 
 def timed(program: Program, costs: Costs, memory_bytes: float) -> Program:
     """`program` with the seconds of its runs on this machine, as far as there is room
-    to run them beside the arguments of the step."""
+    for them beside the arguments of the step, or was for its largest node."""
     instructions = list(program.instructions)
-    room_bytes = memory_bytes - sum(int(costs.nbytes[v]) for v in program.graph.initial)
+    room_bytes = _room_bytes(program.graph, costs, memory_bytes)
     rows = [row for row, x in enumerate(instructions) if isinstance(x, Fused)]
     units = [program.units[row] for row in rows]
     rooms = [room_bytes - workspace_of(instructions[row], costs) for row in rows]
@@ -73,26 +73,60 @@ def timed(program: Program, costs: Costs, memory_bytes: float) -> Program:
     return dataclasses.replace(program, instructions=tuple(instructions))
 
 
+def _room_bytes(graph: Graph, costs: Costs, memory_bytes: float) -> float:
+    """For what is measured: what the budget leaves beside the step's arguments, or what
+    timing its largest node took."""
+    held = sum(int(costs.nbytes[v]) for v in graph.initial)
+    nodes = (
+        Unit.of(graph, number).nbytes(graph) + int(workspace)
+        for number, workspace in enumerate(costs.workspace_bytes)
+    )
+    return max(memory_bytes - held, *nodes)
+
+
 def _frees(instruction: Instruction) -> bool:
     return isinstance(instruction, Free)
 
 
-def _fitting(stretches: Iterable["Stretch"], memory_bytes: float) -> list["Stretch"]:
-    """Parts of the stretches that fit, once compiled."""
+def _fitting(
+    stretches: Iterable["Stretch"], costs: Costs, memory_bytes: float
+) -> list["Stretch"]:
+    """Parts of the stretches that fit, once compiled, and once run on a device that is
+    measured."""
     fitting: list[Stretch] = []
     waiting = [x for run in stretches for x in run.cut(memory_bytes)]
     while waiting:
         graph = waiting[0].program.graph
         alone = compile_nodes(graph)
         executables = compile_units(graph, [run.unit for run in waiting])
-        too_large = []
-        for run, executable in zip(waiting, executables, strict=True):
-            scratch = scratch_bytes([alone[n] for n in run.nodes])
-            run = run.with_workspace(executable.workspace_bytes + scratch)
-            fits = run.needed_bytes <= memory_bytes
-            (fitting if fits else too_large).append(run)
+        waiting = _compiled(waiting, executables, alone)
+        if costs.measured:
+            room_bytes = _room_bytes(graph, costs, memory_bytes)
+            hopeful = [run for run in waiting if run.needed_bytes <= memory_bytes]
+            rooms = [room_bytes - (run.workspace_bytes or 0) for run in hopeful]
+            time_units(graph, [run.unit for run in hopeful], rooms)
+            waiting = _compiled(waiting, executables, alone)
+        fitting += [run for run in waiting if run.needed_bytes <= memory_bytes]
+        too_large = [run for run in waiting if run.needed_bytes > memory_bytes]
         waiting = [x for run in too_large for x in run.cut(memory_bytes)]
     return fitting
+
+
+def _compiled(
+    runs: Iterable["Stretch"],
+    executables: Iterable[Executable],
+    alone: Sequence[Executable],
+) -> list["Stretch"]:
+    """Runs with what their executables take, as far as that is known."""
+    return [
+        run.with_workspace(
+            max(
+                x.workspace_bytes,
+                x.temp_bytes + scratch_bytes(alone[n] for n in run.nodes),
+            )
+        )
+        for run, x in zip(runs, executables, strict=True)
+    ]
 
 
 def scratch_bytes(alone: Iterable[Executable]) -> int:

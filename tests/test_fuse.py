@@ -19,6 +19,7 @@ from strategies import DEVICE, HEURISTICS, attempt, peak_bytes, programs
 from toy import W, X, gradient, loss
 
 import poet_jax
+from poet_jax import compile, heap
 from poet_jax.compile import Executable, Unit
 from poet_jax.fuse import fuse, scratch_bytes
 from poet_jax.plan import PageIn, PageOut
@@ -149,6 +150,29 @@ def test_runs_are_timed_one_after_the_other_within_the_memory(monkeypatch):
     fused = fuse(program, costs, memory)
     assert any(x.seconds for x in fused.instructions if isinstance(x, Fused))
     assert 0 < most <= memory - held
+
+
+@settings(max_examples=6)
+@given(case=programs(), more=st.integers(2, 6))
+def test_a_run_that_is_seen_to_take_more_than_its_nodes_has_room_for_it(case, more):
+    """Libraries that XLA hands several operations to have scratch of their own."""
+    step, args = case
+    grown = more * 2**20
+    graph = poet_jax.order(poet_jax.coarsen(poet_jax.trace(donating(step), *args)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compile, "_executables", {})  # none has been seen before
+        costs = poet_jax.price(graph, MEASURED)
+        patch.setattr(heap, "growth_bytes", lambda run: grown)
+        everything = poet_jax.keep_all(graph, costs, poet_jax.Budget(2**30))
+        program = poet_jax.lower(graph, everything)
+        least = peak_bytes(graph, costs)
+        for memory in (least, least + grown // 2, least + grown, 2**30):
+            fused = fuse(program, costs, memory)
+            assert poet_jax.simulate(fused, costs).peak_bytes <= memory
+            runs = [x for x in fused.instructions if isinstance(x, Fused)]
+            seen = [run for run in runs if run.seconds is not None]
+            assert all(run.workspace_bytes >= grown for run in seen)
+    assert seen == runs != []
 
 
 @pytest.mark.parametrize("room", [1, 2, 3, 7, 8, 9])
