@@ -43,7 +43,7 @@ GROWTH_BYTES = 2 * 2**20
 SLACK_BYTES = 8 * 2**20
 # Mappings are counted after so many moves, and made fewer if they are more than these,
 # or twice what they were when that was done last.
-MOVES_PER_COUNT = 250
+MOVES_PER_COUNT = 500
 MOST_MAPPINGS = 16_000
 # Where what XLA was given is free, what lies beside it is free by then, or stays.
 FREEING_SECONDS = 1e-3
@@ -88,6 +88,11 @@ def _compiled_empty(shape: tuple[int, ...], dtype: Any) -> Callable[[], jax.Arra
     return jax.jit(lambda: jnp.empty(shape, dtype)).lower().compile()
 
 
+def _count(flags: bytearray, start: int = 0, stop: int | None = None) -> int:
+    """How many of the flags are set; `bytearray.count` takes ten times as long."""
+    return int(np.count_nonzero(np.frombuffer(flags, bool)[start:stop]))
+
+
 class _Pages:
     """A block of memory, and which of its pages are in RAM.
 
@@ -100,12 +105,12 @@ class _Pages:
 
     def place(self, address: int, flags: bytearray) -> None:
         self.address, self.flags = address, flags
-        self.held, self.kept = flags.count(1), 0
+        self.held, self.kept = _count(flags), 0
 
     @property
     def spare(self) -> int:
         """How many pages are in RAM and not kept."""
-        return self.flags.count(1, self.kept) if self.kept else self.held
+        return _count(self.flags, self.kept) if self.kept else self.held
 
     def runs(self, flag: int, until: int) -> Iterator[tuple[int, int]]:
         """(address, count) of each run of pages before `until` with this flag."""
@@ -115,18 +120,13 @@ class _Pages:
             stop = until if stop < 0 else stop
             yield self.address + start * heap.PAGE_BYTES, stop - start
 
+    def lacking(self, until: int | None) -> int:
+        """How many pages before `until`, or of all, are not in RAM."""
+        return len(self.flags[:until]) - _count(self.flags, 0, until)
+
     def missing(self, until: int) -> tuple[int, int]:
         """(address, count) of the first pages before `until` that are not in RAM."""
         return next(self.runs(0, until), (0, 0))
-
-    def renew(self, until: int) -> None:
-        """Make each gap before `until` one mapping of the kernel's again.
-
-        It is as many as there were moves otherwise, and each later request takes as
-        much longer: a U-Net's step took a seventh more time after 100 steps.
-        """
-        for gap in self.runs(0, until):
-            heap.renew_pages(*gap)
 
     def gain(self, address: int, count: int) -> None:
         start = (address - self.address) // heap.PAGE_BYTES
@@ -134,8 +134,15 @@ class _Pages:
         self.held += count
 
     def fill(self, until: int) -> None:
-        """Take pages anew for those before `until` that are not in RAM."""
+        """Take pages anew for those before `until` that are not in RAM.
+
+        Each gap becomes one mapping of the kernel's again. It is as many as there were
+        moves otherwise, and each later request takes as much longer: a U-Net's step
+        took a seventh more time after 100 steps.
+        """
         for gap in self.runs(0, until):
+            if heap.moves_pages():
+                heap.renew_pages(*gap)
             heap.populate_pages(*gap)
             self.gain(*gap)
 
@@ -190,6 +197,7 @@ class Workspace(_Pages):
     def __init__(self, nbytes: int):
         self._nbytes = nbytes + NOTICED_BYTES
         self._block = self._given = self._asked = 0
+        self._unseen_bytes = 0  # by which the block may have changed
         self._occupied: list[int] = []
         self._occupied_since: list[int] = []  # or all would be looked for again
         self._elsewhere: list[int] = []
@@ -199,6 +207,7 @@ class Workspace(_Pages):
         """Take a new block, where an earlier one was if that is free again."""
         heap.free_all(self._occupied_since)
         nbytes = self._nbytes + SLACK_BYTES
+        self._unseen_bytes = NOTICED_BYTES
         self._hold(heap.allocate(nbytes), nbytes)
         holes = heap.occupy_holes(2 * self._nbytes, HOLE_BYTES)
         (self._occupied_since if self._occupied else self._occupied).extend(holes)
@@ -206,15 +215,27 @@ class Workspace(_Pages):
     def _hold(self, block: int, nbytes: int) -> None:
         self._block = block
         address, count = heap.whole_pages(block, nbytes if block else 0)
-        self.place(address, heap.pages_in_ram(address, count))
+        if self._unseen_bytes < NOTICED_BYTES:
+            shift = (address - self.address) // heap.PAGE_BYTES
+            flags = bytearray(max(0, -shift)) + self.flags[max(0, shift) :]
+            flags = flags[:count] + bytes(max(0, count - len(flags)))
+        else:
+            flags = heap.pages_in_ram(address, count)
+            self._unseen_bytes = 0
+        self.place(address, flags)
 
     @property
     def is_lent(self) -> bool:
         return not self._block
 
-    def take(self) -> int:
+    def take(self, change_bytes: int = NOTICED_BYTES) -> int:
         """Take back what is free of the block, or a new one if that is too little; by
-        how many pages the block has grown meanwhile."""
+        how many pages the block has grown meanwhile, as far as that was looked at.
+
+        To ask for its pages takes a third of a millisecond, so it is done once changes
+        of the process's size come to NOTICED_BYTES.
+        """
+        self._unseen_bytes += abs(change_bytes)
         same = self._retake()
         if not same:
             self._replace()
@@ -225,16 +246,26 @@ class Workspace(_Pages):
         least, most = self._nbytes, self._nbytes + SLACK_BYTES
         start = time.perf_counter()
         while (waited := time.perf_counter() - start) < PATIENCE_SECONDS:
-            for nbytes in range(most, least - 1, -NOTICED_BYTES):
-                block = heap.allocate(nbytes)
-                if abs(block - self.address) <= SLACK_BYTES:
-                    self._hold(block, nbytes)
-                    return True
-                heap.free(block)
+            if self._hold_near(most) or (
+                self._hold_near(least, tries=True)
+                and any(map(self._hold_near, range(most, least - 1, -NOTICED_BYTES)))
+            ):
+                return True
             if waited > FREEING_SECONDS and self._hold_beginning():
                 return False
             time.sleep(1e-4)
         return False
+
+    def _hold_near(self, nbytes: int, tries: bool = False) -> bool:
+        """Whether the next block is near where this one was; then it is this one,
+        unless that was only tried."""
+        block = heap.allocate(nbytes)
+        is_near = abs(block - self.address) <= SLACK_BYTES
+        if is_near and not tries:
+            self._hold(block, nbytes)
+        else:
+            heap.free(block)
+        return is_near
 
     def _hold_beginning(self) -> bool:
         """Take back most of what XLA was given, if it is free.
@@ -327,7 +358,6 @@ class Pool:
         self._needs[None] = sorted(large)
         self._limit_bytes = limit_bytes
         self._shares = on_cpu and heap.returns_pages()
-        self._moves_pages = self._shares and heap.moves_pages()
         self._guards = self._shares and limit_bytes >= GUARDED_BYTES
         self._spared_bytes = min(SCRATCH_BYTES, limit_bytes // 256)
         self._idle: dict[Kind | None, list[Any]] = defaultdict(list)
@@ -419,16 +449,14 @@ class Pool:
         if workspace:
             needing.append((workspace, workspace.kept))
             if row not in self._scratch:  # as much again as it asks for
-                missing_bytes = heap.PAGE_BYTES * workspace.flags.count(0)
+                missing_bytes = heap.PAGE_BYTES * workspace.lacking(None)
                 spared_bytes = max(missing_bytes, workspace_bytes)
             self._user, self._scratch[row] = row, scratch_bytes
         else:
             new_bytes += workspace_bytes
         for pages, until in needing:
-            if self._moves_pages:
-                pages.renew(until)
             self._move_pages_to(pages, until, row)
-            new_bytes += heap.PAGE_BYTES * pages.flags.count(0, 0, until)
+            new_bytes += heap.PAGE_BYTES * pages.lacking(until)
         sizes = sum(map(nbytes_of, kinds))
         beside = live_bytes + sizes + more_bytes + workspace_bytes + scratch_bytes
         self._shrink(self.idle_bytes + beside - self._limit_bytes, row)
@@ -529,7 +557,8 @@ class Pool:
             return
         elsewhere_bytes = heap.held_bytes()[0] - self._given_bytes
         self.idle_bytes -= workspace.spare * heap.PAGE_BYTES
-        grown_bytes = max(workspace.take() * heap.PAGE_BYTES, elsewhere_bytes)
+        grown_pages = workspace.take(elsewhere_bytes)
+        grown_bytes = max(grown_pages * heap.PAGE_BYTES, elsewhere_bytes)
         expected_bytes = self._scratch[self._user] * 31 // 32
         self._scratch[self._user] = max(grown_bytes, expected_bytes)
         workspace.kept = 0
@@ -591,15 +620,16 @@ class Pool:
 
     def _needed_last(self, row: int) -> tuple[Kind | None, Any]:
         """The idle buffer with pages that instruction `row` and the next need last."""
-        holding = {
-            kind: [x for x in buffers if x.spare]
-            for kind, buffers in self._idle.items()
-        }
-        kind = max(
-            (kind for kind, buffers in holding.items() if buffers),
-            key=lambda kind: self._next_need(kind, len(holding[kind]), row),
-        )
-        return kind, min(holding[kind], key=lambda buffer: buffer.held)
+        last, latest = None, -1.0
+        for kind, buffers in self._idle.items():
+            holding = [x for x in buffers if x.spare]
+            if holding:
+                need = self._next_need(kind, len(holding), row)
+                if need > latest:
+                    last, latest = (kind, holding), need
+        assert last is not None, "no idle buffer has pages"
+        kind, holding = last
+        return kind, min(holding, key=lambda buffer: buffer.held)
 
     def _next_need(self, kind: Kind | None, count: int, row: int) -> float:
         """The instruction that will take the last of `count` buffers of a kind."""
