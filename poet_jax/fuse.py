@@ -38,8 +38,9 @@ def fuse(program: Program, costs: Costs, memory_bytes: float) -> Program:
     step no longer; so are results, but for the rounding of equations that XLA computes
     in one pass; memory inside a run differs. Runs are as long as possible: their length
     is guessed from the sizes of values, then they are compiled, and one that XLA gives
-    more memory than guessed is cut again. What goes to storage waits for it in the room
-    that they leave, or if that takes longer, they get the room that it leaves.
+    more memory than guessed is cut again, or that takes more when it is tried, where
+    nodes are measured. What goes to storage waits for it in the room that they leave,
+    or if that takes longer, they get the room that it leaves.
     """
     if not all(node.equations for node in program.graph.nodes):
         return program  # an instance, which nobody runs

@@ -22,7 +22,7 @@ from experiments import memory
 from poet_jax import heap
 from poet_jax.compile import is_plain, nbytes_of
 from poet_jax.executors import buffers, lending
-from poet_jax.executors.buffers import Pool, view
+from poet_jax.executors.buffers import Pool, Workspace, view
 from poet_jax.plan import PageIn, PageOut
 
 THREADS = """
@@ -309,6 +309,39 @@ def test_workspaces_share_the_pages_of_buffers(renews, order, monkeypatch, one_h
         pool.end()
     for block in results:
         heap.free(block)
+
+
+@on_linux
+@settings(max_examples=30, deadline=None)
+@given(
+    order=st.lists(
+        st.tuples(st.integers(1, 8), st.integers(0, 3), st.booleans()), min_size=5
+    )
+)
+def test_a_workspace_knows_its_pages_whatever_lies_in_it_meanwhile(order, one_heap):
+    """What XLA takes, and results that stay where it was or go, in MiB: but for what is
+    not worth asking the kernel for, pages are in RAM that are said to be."""
+    mib, results = 2**20, []
+    with heap.keeping_freed_blocks():
+        workspace = Workspace(8 * mib)
+        for asked, stays, goes in order:
+            workspace.fill(asked * mib // heap.PAGE_BYTES)
+            workspace.give(asked * mib)
+            before, _ = heap.held_bytes()
+            if goes:
+                heap.free_all(results)
+            blocks = []
+            for size in (asked * mib, stays * mib, mib):
+                blocks.append(heap.allocate(size))
+                heap.populate_pages(*heap.whole_pages(blocks[-1], size))
+            results.append(blocks.pop(1))
+            heap.free_all(blocks)
+            workspace.take(heap.held_bytes()[0] - before)
+            in_ram = heap.pages_in_ram(workspace.address, len(workspace.flags))
+            wrong = sum(a != b for a, b in zip(in_ram, workspace.flags, strict=True))
+            assert wrong * heap.PAGE_BYTES <= mib
+            assert workspace.held == sum(workspace.flags)
+        heap.free_all(results)
 
 
 @pytest.mark.parametrize("see", [np.asarray, jax.dlpack.from_dlpack, np.from_dlpack])

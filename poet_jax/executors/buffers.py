@@ -197,7 +197,8 @@ class Workspace(_Pages):
     def __init__(self, nbytes: int):
         self._nbytes = nbytes + NOTICED_BYTES
         self._block = self._given = self._asked = 0
-        self._unseen_bytes = 0  # by which the block may have changed
+        self._unseen_bytes = 0  # of pages that may have come or gone
+        self.place(0, bytearray())
         self._occupied: list[int] = []
         self._occupied_since: list[int] = []  # or all would be looked for again
         self._elsewhere: list[int] = []
@@ -215,10 +216,13 @@ class Workspace(_Pages):
     def _hold(self, block: int, nbytes: int) -> None:
         self._block = block
         address, count = heap.whole_pages(block, nbytes if block else 0)
+        shift = (address - self.address) // heap.PAGE_BYTES
+        before = min(max(0, -shift), count)
+        known = self.flags[max(0, shift) :][: count - before]
+        self._unseen_bytes += (count - len(known)) * heap.PAGE_BYTES
         if self._unseen_bytes < NOTICED_BYTES:
-            shift = (address - self.address) // heap.PAGE_BYTES
-            flags = bytearray(max(0, -shift)) + self.flags[max(0, shift) :]
-            flags = flags[:count] + bytes(max(0, count - len(flags)))
+            after = count - before - len(known)
+            flags = bytearray(before) + known + bytes(after)
         else:
             flags = heap.pages_in_ram(address, count)
             self._unseen_bytes = 0
@@ -232,8 +236,8 @@ class Workspace(_Pages):
         """Take back what is free of the block, or a new one if that is too little; by
         how many pages the block has grown meanwhile, as far as that was looked at.
 
-        To ask for its pages takes a third of a millisecond, so it is done once changes
-        of the process's size come to NOTICED_BYTES.
+        To ask for its pages takes a third of a millisecond, so it is done once those
+        that may have come or gone amount to NOTICED_BYTES.
         """
         self._unseen_bytes += abs(change_bytes)
         same = self._retake()
@@ -246,26 +250,24 @@ class Workspace(_Pages):
         least, most = self._nbytes, self._nbytes + SLACK_BYTES
         start = time.perf_counter()
         while (waited := time.perf_counter() - start) < PATIENCE_SECONDS:
-            if self._hold_near(most) or (
-                self._hold_near(least, tries=True)
-                and any(map(self._hold_near, range(most, least - 1, -NOTICED_BYTES)))
-            ):
-                return True
+            if block := self._near(least):  # or XLA has it still
+                heap.free(block)
+                for nbytes in range(most, least - 1, -NOTICED_BYTES):
+                    if block := self._near(nbytes):
+                        self._hold(block, nbytes)
+                        return True
             if waited > FREEING_SECONDS and self._hold_beginning():
                 return False
             time.sleep(1e-4)
         return False
 
-    def _hold_near(self, nbytes: int, tries: bool = False) -> bool:
-        """Whether the next block is near where this one was; then it is this one,
-        unless that was only tried."""
+    def _near(self, nbytes: int) -> int:
+        """A block where this one was, or 0 if the next is elsewhere."""
         block = heap.allocate(nbytes)
-        is_near = abs(block - self.address) <= SLACK_BYTES
-        if is_near and not tries:
-            self._hold(block, nbytes)
-        else:
-            heap.free(block)
-        return is_near
+        if abs(block - self.address) <= SLACK_BYTES:
+            return block
+        heap.free(block)
+        return 0
 
     def _hold_beginning(self) -> bool:
         """Take back most of what XLA was given, if it is free.
