@@ -82,7 +82,7 @@ def _room_bytes(graph: Graph, costs: Costs, memory_bytes: float) -> float:
         Unit.of(graph, number).nbytes(graph) + int(workspace)
         for number, workspace in enumerate(costs.workspace_bytes)
     )
-    return max(memory_bytes - held, *nodes)
+    return max(memory_bytes - held, max(nodes, default=0))
 
 
 def _frees(instruction: Instruction) -> bool:

@@ -175,6 +175,13 @@ def test_a_run_that_is_seen_to_take_more_than_its_nodes_has_room_for_it(case, mo
     assert seen == runs != []
 
 
+def test_a_step_without_nodes_has_no_runs():
+    graph = poet_jax.trace(lambda: ())
+    costs = poet_jax.price(graph, MEASURED)
+    plan = poet_jax.keep_all(graph, costs, poet_jax.Budget(2**20))
+    assert fuse(poet_jax.lower(graph, plan), costs, 2**20).instructions == ()
+
+
 @pytest.mark.parametrize("room", [1, 2, 3, 7, 8, 9])
 def test_where_there_is_little_room_operands_are_the_same_zeros(room, monkeypatch):
     """A unit that reads six arrays and writes two, with room for so many: for three it
