@@ -412,6 +412,28 @@ def populate_pages(address: int, count: int) -> None:
     _advise(address, count, _MADV_NOHUGEPAGE)
 
 
+def refuse_huge_pages() -> None:
+    """Have the kernel take pages of the heap one by one again, but in `populate_pages`.
+
+    NumPy asks for huge ones for each array of 4 MiB or more, and the kernel remembers
+    that of a place when the array is gone. Then the first byte that is written there
+    takes 2 MiB, also of blocks beside it whose pages were returned.
+    """
+    start = _first_address()
+    if _glibc is not None and start:
+        _advise(start, (_glibc.sbrk(0) - start) // PAGE_BYTES, _MADV_NOHUGEPAGE)
+
+
+@functools.cache
+def _first_address() -> int:
+    """Where the heap of the first thread begins; 0 where that is not known."""
+    with contextlib.suppress(OSError), open("/proc/self/maps") as file:
+        for line in file:
+            if line.endswith("[heap]\n"):
+                return int(line.split("-", 1)[0], 16)
+    return 0
+
+
 def _advise(address: int, count: int, advice: int) -> bool:
     if _glibc is None:
         return False
@@ -425,6 +447,7 @@ def growth_bytes(run: Callable[[], object]) -> int:
     """
     time.sleep(SETTLING_SECONDS)
     release()
+    refuse_huge_pages()
     before = resident_bytes()
     try:
         with open("/proc/self/clear_refs", "w") as file:

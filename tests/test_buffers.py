@@ -484,6 +484,18 @@ def test_large_free_blocks_return_their_pages_and_the_heap_does_not_grow(nbytes)
 
 
 @pytest.mark.skipif(not heap.returns_pages(), reason="returns pages, as Linux does")
+def test_what_numpy_asked_huge_pages_for_is_taken_page_by_page_in_a_run():
+    """Or holes of the heap fill with pages that nobody wrote to."""
+    with heap.keeping_freed_blocks():
+        array = np.ones(2**25, np.uint8)
+        pages = heap.whole_pages(array.ctypes.data, array.nbytes)
+        heap.release_pages(*pages)
+        Pool([], 2**30, on_cpu=True).begin(array.nbytes)
+        array[2**21 :: 2**22] = 2
+        assert heap.pages_in_ram(*pages).count(1) == 8
+
+
+@pytest.mark.skipif(not heap.returns_pages(), reason="returns pages, as Linux does")
 @pytest.mark.parametrize("parts", [[1], [2, 4, 8], [4, 2, 8], [4, 4, 4]])
 def test_scratch_lies_in_the_pages_of_the_workspace(parts, one_heap):
     """Also if others have freed blocks that it would fit better."""

@@ -258,7 +258,7 @@ class Workspace(_Pages):
                         return True
             if waited > FREEING_SECONDS and self._hold_beginning():
                 return False
-            time.sleep(1e-4)
+            time.sleep(max(1e-4, waited / 4))
         return False
 
     def _near(self, nbytes: int) -> int:
@@ -389,6 +389,7 @@ class Pool:
             was_lent, self._is_lent = self._is_lent, False
         if not self._guards:
             return
+        heap.refuse_huge_pages()
         if was_lent:
             buffers = list(itertools.chain(*self._idle.values()))
             for buffer in buffers:
