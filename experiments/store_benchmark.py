@@ -5,7 +5,7 @@
 writes and reads arrays of several sizes through `FileStore`, checksums included, in
 turns with a plain loop of direct transfers over a file of the same bytes, and writes
 medians to experiments/results/store_benchmark. The arrays start at pages of memory, as
-those of a step do. Takes a minute. Expect ratios of 0.65 to 0.85, by what else the
+those of a step do. Takes a minute. Expect ratios of 0.7 to 1, by what else the
 machine does.
 """
 
