@@ -484,7 +484,7 @@ def test_large_free_blocks_return_their_pages_and_the_heap_does_not_grow(nbytes)
 
 
 @pytest.mark.skipif(not heap.returns_pages(), reason="returns pages, as Linux does")
-def test_what_numpy_asked_huge_pages_for_is_taken_page_by_page_in_a_run():
+def test_what_numpy_asked_huge_pages_for_is_taken_page_by_page_in_a_run(one_heap):
     """Or holes of the heap fill with pages that nobody wrote to."""
     with heap.keeping_freed_blocks():
         array = np.ones(2**25, np.uint8)

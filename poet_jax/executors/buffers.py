@@ -28,6 +28,9 @@ from poet_jax.executors.lending import lender
 # before instructions that bring at least so much; looking takes up to 0.1 ms.
 GUARDED_BYTES = 8 * 2**20
 NOTICED_BYTES = 2**20
+# Linux counts a process's pages on each processor, and adds up what is beyond some
+# dozens: half of what is noticed may be missing from two counts.
+UNSEEN_BYTES = NOTICED_BYTES // 2
 # Scratch of matrix products is in blocks of 160 KiB and more, dozens at a time, which
 # would each take pages anew in what tracing and compiling left free of the heap.
 HOLE_BYTES = 2**17
@@ -220,7 +223,7 @@ class Workspace(_Pages):
         before = min(max(0, -shift), count)
         known = self.flags[max(0, shift) :][: count - before]
         self._unseen_bytes += (count - len(known)) * heap.PAGE_BYTES
-        if self._unseen_bytes < NOTICED_BYTES:
+        if self._unseen_bytes < UNSEEN_BYTES:
             after = count - before - len(known)
             flags = bytearray(before) + known + bytes(after)
         else:
@@ -237,7 +240,7 @@ class Workspace(_Pages):
         how many pages the block has grown meanwhile, as far as that was looked at.
 
         To ask for its pages takes a third of a millisecond, so it is done once those
-        that may have come or gone amount to NOTICED_BYTES.
+        that may have come or gone amount to UNSEEN_BYTES.
         """
         self._unseen_bytes += abs(change_bytes)
         same = self._retake()
