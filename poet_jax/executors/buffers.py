@@ -28,8 +28,8 @@ from poet_jax.executors.lending import lender
 # before instructions that bring at least so much; looking takes up to 0.1 ms.
 GUARDED_BYTES = 8 * 2**20
 NOTICED_BYTES = 2**20
-# Linux counts a process's pages on each processor, and adds up what is beyond some
-# dozens: half of what is noticed may be missing from two counts.
+# How much the process may change before the pages of a workspace are asked for. Its
+# change is what came less what went, so it may hide as much again.
 UNSEEN_BYTES = NOTICED_BYTES // 2
 # Scratch of matrix products is in blocks of 160 KiB and more, dozens at a time, which
 # would each take pages anew in what tracing and compiling left free of the heap.
