@@ -241,24 +241,25 @@ def _occupied(most_bytes: int, least_bytes: int, end: int) -> list[int]:
 
 def clear_way(nbytes: int, address: int, tolerance: int = 0) -> list[int]:
     """Blocks in the way, to be freed later: the next block of `nbytes` lies at
-    `address`, or up to `tolerance` beside it, if there is enough free.
+    `address`, or up to `tolerance` after it, if there is enough free.
 
     They are what would fit better, and what is free right before `address` and so part
     of the same free block. They take no memory.
     """
     blocks: list[int] = []
+    if _glibc is None:
+        return blocks
     for _ in range(MOST_HOLES):
         block, size = allocate(nbytes), nbytes
         if not block:
             break
         before = address - block
-        if abs(before) <= tolerance:
+        if -tolerance <= before < _LEAST_CHUNK_BYTES:
             free(block)
             return blocks
-        if 0 < before < nbytes:
-            free(block)
-            size = max(before - 2 * PAGE_BYTES, PAGE_BYTES)  # nothing of what follows
-            block = allocate(size)
+        if 0 < before < nbytes:  # made smaller, as a new one might lie elsewhere
+            size = before - _HEADER_BYTES
+            block = _glibc.realloc(block, size)
         release_pages(*whole_pages(block, size))
         blocks.append(block)
     free_all(blocks)  # another thread was first

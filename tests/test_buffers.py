@@ -519,6 +519,30 @@ def test_scratch_lies_in_the_pages_of_the_workspace(parts, one_heap):
 
 
 @pytest.mark.skipif(not heap.returns_pages(), reason="returns pages, as Linux does")
+@pytest.mark.parametrize("front, asked", [(0.5, 3), (1.5, 8), (5, 16), (12, 16)])
+def test_what_is_free_before_the_workspace_is_not_taken_for_it(front, asked, one_heap):
+    """In MiB. Also if many other blocks of the front's size are free."""
+    front, asked = int(front * 2**20), asked * 2**20
+    count = heap.MOST_HOLES + 10 if front < asked / 2 else heap.MOST_HOLES // 2
+    with heap.keeping_freed_blocks():
+        occupied = heap.occupy_holes(2**26, heap.PAGE_BYTES)  # the rest is at the top
+        sizes = (front, 2 * heap.PAGE_BYTES) * count
+        blocks = [heap.allocate(nbytes) for nbytes in sizes]
+        before = heap.allocate(front)
+        workspace = Workspace(2**24)
+        heap.free_all([*blocks[::2], before])
+        for part in (1, 2, 1):
+            workspace.fill(asked // heap.PAGE_BYTES)
+            workspace.give(asked)
+            block = heap.allocate(asked // part)
+            in_ram = heap.pages_in_ram(*heap.whole_pages(block, asked // part))
+            heap.free(block)
+            workspace.take()
+            assert in_ram.count(0) == 0
+        heap.free_all([*blocks[1::2], *occupied])
+
+
+@pytest.mark.skipif(not heap.returns_pages(), reason="returns pages, as Linux does")
 def test_scratch_in_small_blocks_lies_beside_the_workspace(one_heap):
     """Not in holes that it fits, which compiling leaves in the heap."""
     nbytes, piece, count = 2**23, 65 * heap.PAGE_BYTES, 24

@@ -317,10 +317,9 @@ class Workspace(_Pages):
         others have freed since."""
         heap.free(self._block)
         self._block, self._given, self._asked = 0, self.held, nbytes
-        tolerance = SLACK_BYTES
         while nbytes >= NOTICED_BYTES:
-            self._elsewhere += heap.clear_way(nbytes, self.address, tolerance)
-            nbytes, tolerance = nbytes // 2, NOTICED_BYTES
+            self._elsewhere += heap.clear_way(nbytes, self.address, SLACK_BYTES)
+            nbytes //= 2
 
     def __del__(self, free_all=heap.free_all) -> None:  # `heap` may be gone at the end
         free_all(
