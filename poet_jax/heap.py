@@ -244,13 +244,13 @@ def clear_way(nbytes: int, address: int, tolerance: int = 0) -> list[int]:
     `address`, or up to `tolerance` after it, if there is enough free.
 
     They are what would fit better, and what is free right before `address` and so part
-    of the same free block. They take no memory.
+    of the same free block. They take no pages, and keep what they have.
     """
     blocks: list[int] = []
     if _glibc is None:
         return blocks
     for _ in range(MOST_HOLES):
-        block, size = allocate(nbytes), nbytes
+        block = allocate(nbytes)
         if not block:
             break
         before = address - block
@@ -258,9 +258,7 @@ def clear_way(nbytes: int, address: int, tolerance: int = 0) -> list[int]:
             free(block)
             return blocks
         if 0 < before < nbytes:  # made smaller, as a new one might lie elsewhere
-            size = before - _HEADER_BYTES
-            block = _glibc.realloc(block, size)
-        release_pages(*whole_pages(block, size))
+            block = _glibc.realloc(block, before - _HEADER_BYTES)
         blocks.append(block)
     free_all(blocks)  # another thread was first
     return blocks
