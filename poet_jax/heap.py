@@ -20,6 +20,9 @@ PAGE_BYTES = mmap.PAGESIZE
 # Of a block in glibc's heap: what lies before it, and the least that it occupies. To
 # find 64 aligned bytes takes that much, and the least block, more.
 _HEADER_BYTES, _LEAST_CHUNK_BYTES, _ALIGNING_BYTES = 8, 32, 96
+# So far before a multiple of 64 bytes, what an array's block does not need is cut off
+# its beginning. Elsewhere it is cut off its end, too, and splits what is free there.
+LEAD_BYTES = 80
 # Free blocks that may lie between the one that is looked for and what is asked for.
 MOST_HOLES = 100
 # Of free blocks, when the pages of the larger ones are returned.

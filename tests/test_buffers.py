@@ -569,6 +569,28 @@ def test_scratch_in_small_blocks_lies_beside_the_workspace(one_heap):
 
 
 @pytest.mark.skipif(not heap.returns_pages(), reason="returns pages, as Linux does")
+def test_scratch_lies_in_new_holes_but_once(one_heap):
+    """Such as blocks leave that are freed in the midst of a run."""
+    nbytes, piece, count = 2**23, 65 * heap.PAGE_BYTES, 24
+    pool = Pool([], 2**26, True, dict.fromkeys(range(3), nbytes))
+    with heap.keeping_freed_blocks():
+        holes = [heap.allocate(piece + 64) for _ in range(2 * count)]
+        pool.take([], 0, 0, 0, nbytes)
+        heap.free_all(holes[::2])
+        for row in (1, 2):
+            workspace = heap.allocate(nbytes)
+            scratch = [heap.allocate(piece) for _ in range(count)]
+            for block in scratch:
+                heap.populate_pages(*heap.whole_pages(block, piece))
+            heap.free_all([*scratch, workspace])
+            pool.take([], row, 0, 0, nbytes)
+        first, last = min(scratch), max(scratch)
+        assert workspace < first and last < workspace + nbytes + buffers.SLACK_BYTES
+        pool.end()
+        heap.free_all(holes[1::2])
+
+
+@pytest.mark.skipif(not heap.returns_pages(), reason="returns pages, as Linux does")
 def test_scratch_that_nobody_asked_for_finds_room(one_heap):
     """A run of 4 MiB of workspace takes 4 more, beside a buffer of 32 in a limit of 38:
     the buffer loses pages, and from the second time on the workspace has them."""
@@ -690,6 +712,27 @@ def test_a_workspace_that_is_split_keeps_its_pages(monkeypatch, one_heap):
         heap.free(workspace)
         pool.end()
         heap.free(piece)
+
+
+@pytest.mark.skipif(not heap.returns_pages(), reason="returns pages, as Linux does")
+@pytest.mark.parametrize("nbytes", [3 << 20, (5 << 20) + 3000, 8 << 20])
+def test_aligned_blocks_do_not_split_a_workspace(nbytes, one_heap):
+    """Such as XLA's, of which glibc keeps what it cuts off."""
+    library = ctypes.CDLL(None)
+    library.aligned_alloc.argtypes = [ctypes.c_size_t, ctypes.c_size_t]
+    library.aligned_alloc.restype = ctypes.c_void_p
+    with heap.keeping_freed_blocks():
+        workspace = Workspace(8 << 20)
+        start, pages = workspace.address, len(workspace.flags)
+        for _ in range(50):
+            workspace.fill(nbytes // heap.PAGE_BYTES)
+            workspace.give(nbytes)
+            block = library.aligned_alloc(64, nbytes)
+            assert block == workspace.address
+            heap.free(block)
+            workspace.take()
+            assert 0 <= workspace.address - start < 2**20
+            assert pages - len(workspace.flags) <= 2**21 / heap.PAGE_BYTES
 
 
 @on_linux

@@ -213,12 +213,18 @@ class Workspace(_Pages):
         nbytes = self._nbytes + SLACK_BYTES
         self._unseen_bytes = NOTICED_BYTES
         self._hold(heap.allocate(nbytes), nbytes)
+        self._occupy()
+
+    def _occupy(self) -> None:
+        """Leave no hole of the heap for scratch."""
+        heap.free_all(self._occupied_since)
         holes = heap.occupy_holes(2 * self._nbytes, HOLE_BYTES)
         (self._occupied_since if self._occupied else self._occupied).extend(holes)
 
     def _hold(self, block: int, nbytes: int) -> None:
         self._block = block
-        address, count = heap.whole_pages(block, nbytes if block else 0)
+        begin = block + heap.PAGE_BYTES  # `give` cuts off what lies before
+        address, count = heap.whole_pages(begin, block + nbytes - begin if block else 0)
         shift = (address - self.address) // heap.PAGE_BYTES
         before = min(max(0, -shift), count)
         known = self.flags[max(0, shift) :][: count - before]
@@ -247,7 +253,10 @@ class Workspace(_Pages):
         if not same:
             self._replace()
         heap.free_all(self._elsewhere)
-        return max(0, self.held - self._given) if same else 0
+        grown = max(0, self.held - self._given) if same else 0
+        if same and change_bytes - grown * heap.PAGE_BYTES > NOTICED_BYTES:
+            self._occupy()  # others have freed blocks since, and scratch lay there
+        return grown
 
     def _retake(self) -> bool:
         least, most = self._nbytes, self._nbytes + SLACK_BYTES
@@ -317,8 +326,9 @@ class Workspace(_Pages):
         others have freed since."""
         heap.free(self._block)
         self._block, self._given, self._asked = 0, self.held, nbytes
+        begin = self.address - heap.LEAD_BYTES
         while nbytes >= NOTICED_BYTES:
-            self._elsewhere += heap.clear_way(nbytes, self.address, SLACK_BYTES)
+            self._elsewhere += heap.clear_way(nbytes, begin, SLACK_BYTES)
             nbytes //= 2
 
     def __del__(self, free_all=heap.free_all) -> None:  # `heap` may be gone at the end
