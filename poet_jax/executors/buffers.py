@@ -223,7 +223,7 @@ class Workspace(_Pages):
 
     def _hold(self, block: int, nbytes: int) -> None:
         self._block = block
-        begin = block + heap.PAGE_BYTES  # `give` cuts off what lies before
+        begin = block + heap.LEAD_BYTES  # an aligned block begins there
         address, count = heap.whole_pages(begin, block + nbytes - begin if block else 0)
         shift = (address - self.address) // heap.PAGE_BYTES
         before = min(max(0, -shift), count)

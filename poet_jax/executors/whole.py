@@ -210,17 +210,27 @@ class WholeStep:
         else:
             workspace.take()
         workspace.keep(self._block_bytes)
-        held_bytes = workspace.held * heap.PAGE_BYTES
-        most_bytes = self._room_bytes - self._block_bytes + held_bytes
-        # XLA may have another block still, which must not pass for somebody else's.
-        for seconds in (0.0, heap.SETTLING_SECONDS, PATIENCE_SECONDS):
-            if self._kept_bytes() > most_bytes:
-                time.sleep(seconds)
-                heap.release()
-        if self._kept_bytes() > most_bytes:
-            self._base_bytes = None  # the next step looks at what it is then
+        self._look_at_others(workspace.held * heap.PAGE_BYTES)
         workspace.give(self._block_bytes)
         self._workspace = workspace
+
+    def _look_at_others(self, workspace_bytes: int) -> None:
+        """If there is no room for another block beside what the process holds, but for
+        the workspace, return what is free of that, and allow the rest."""
+        most_bytes = self._room_bytes - self._block_bytes + workspace_bytes
+        if self._kept_bytes() <= most_bytes:
+            return
+        heap.release()
+        # XLA may have its last block still, which must not pass for somebody else's.
+        suspect_bytes = self._block_bytes / 2 + workspace_bytes
+        for seconds in (heap.SETTLING_SECONDS, PATIENCE_SECONDS):
+            if self._kept_bytes() >= suspect_bytes:
+                time.sleep(seconds)
+                heap.release()
+        if self._kept_bytes() >= suspect_bytes:
+            self._base_bytes = None  # the next step looks at what it is then
+        else:
+            self._base_bytes = heap.held_bytes()[0] - self._live_bytes - workspace_bytes
 
     def _kept_bytes(self) -> int:
         """What the process holds besides arguments and the least that it held so."""
