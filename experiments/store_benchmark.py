@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 import statistics
+import sys
 import tempfile
 import time
 
@@ -107,7 +108,8 @@ def main(argv: list[str]) -> None:
                 flush=True,
             )
         rows.append(row)
-    result = {"command": "python -m experiments.store_benchmark", "rows": rows}
+    command = f"python -m experiments.store_benchmark {' '.join(sys.argv[1:])}".strip()
+    result = {"command": command, "rows": rows}
     write_result(OUTPUT.value, "store", result)
 
 
