@@ -7,12 +7,14 @@ The first command runs a training step with AdamW of each model, as `jax.jit`, a
 `jax.jit` with `jax.checkpoint` around every block, and within budgets from 100 to 25 %
 of keep-all's peak and 1.05 times the least that works, all in turns in one process per
 model. It appends a row per budget to experiments/results/step_benchmark/steps.csv; rows
-that are there already are not measured again. All of it takes about 90 minutes on two
+that are there already are not measured again. All of it takes about two hours on two
 cores; --models and --shares choose a part. The second command draws steps.png.
 
 Seconds are medians over steps, ratios are medians over pairs of steps in turn. The
-machine is not always as fast, so what a step is planned and expected to take is timed
-before its steps, and again after them. The rise is of the process's high-water mark
+machine is not always as fast, so the nodes of a row, and its runs of them, are timed
+before its steps and after them, between steps of `jax.jit`: planned and expected ratios
+are of seconds over `jax.jit`'s beside them, and to be compared with the measured ratio.
+The rise is of the process's high-water mark
 (VmHWM) in ten steps or more, one after the other as in a training loop, over what the
 process held besides the step's arguments, so it is to be compared with the budget. Each
 model's process measures this machine's rates anew, and replaces the file at
@@ -78,6 +80,8 @@ ALL_CASES = CASES | LARGE_CASES
 LEAST_PAIRS, MOST_PAIRS = 5, 2000
 # Steps of ours alone whose memory is watched, for half of the seconds.
 LEAST_WATCHED, MOST_WATCHED = 10, 40
+# Steps of jax.jit, at least, and for how long, before nodes are timed and after that.
+JIT_STEPS, JIT_SECONDS = 3, 0.3
 # Steps after which losses are compared.
 LOSS_STEPS = 3
 # Steps of less are given another contestant's state before each turn.
@@ -85,11 +89,12 @@ SHORT_SECONDS = 1.0
 COLUMNS = (
     "model", "share", "budget_bytes", "keep_all_bytes", "jit_bytes",
     "checkpoint_bytes", "status", "gap", "plan_seconds", "executables",
-    "planned_seconds", "expected_seconds", "planned_after", "expected_after",
-    "seconds", "jit_seconds",
-    "checkpoint_seconds", "ratio", "checkpoint_ratio", "pairs", "planned_bytes",
-    "peak_bytes", "rise_bytes", "watched_steps", "paged_bytes", "storage_seconds",
-    "hidden_seconds", "loss_difference",
+    "planned_seconds", "expected_seconds", "planned_before", "expected_before",
+    "jit_before", "planned_after", "expected_after", "jit_after", "seconds",
+    "jit_seconds", "checkpoint_seconds", "ratio", "checkpoint_ratio", "planned_ratio",
+    "expected_ratio", "pairs", "planned_bytes", "peak_bytes", "rise_bytes",
+    "watched_steps", "paged_bytes", "storage_seconds", "hidden_seconds",
+    "loss_difference",
 )  # fmt: skip
 
 
@@ -100,6 +105,15 @@ class Contestant:
         self.step, self.state = step, state
         self.seconds: list[float] = []
         self.losses: list[float] = []
+
+    def steps(self, batch) -> None:
+        """Several that count, after one that does not."""
+        self.run(batch)
+        self.seconds.pop()
+        count, deadline = 0, time.perf_counter() + JIT_SECONDS
+        while count < JIT_STEPS or time.perf_counter() < deadline:
+            self.run(batch)
+            count += 1
 
     def turn(self, batch) -> None:
         """A step that counts, after one that does not: that one finds the heap and the
@@ -180,16 +194,22 @@ def measure_model(name: str, shares: list[str], writer, flush) -> None:
             "gap": f"{schedule.plan.gap:.6f}",
             "executables": schedule.program.computes,
         }
+        beside = functools.partial(timed_again, schedule, plain, fresh_state, batch)
+        before = beside()
         row |= compare(within, plain, checkpoint, fresh_state, batch, state_bytes)
-        row |= timed_again(schedule)
+        row |= predictions(before, beside())
         logging.info("%s", row)
         writer.writerow(row)
         flush()
 
 
-def timed_again(schedule: poet_jax.Schedule) -> dict[str, str]:
+def timed_again(
+    schedule: poet_jax.Schedule, plain, fresh_state, batch
+) -> dict[str, float]:
     """Planned and expected seconds with nodes, and runs of them, as fast as they are
-    now."""
+    now, and jax.jit's before and after that."""
+    jit = Contestant(plain, fresh_state())
+    jit.steps(batch)
     program, memory_bytes = schedule.program, schedule.budget.memory_bytes
     graph = program.graph
     nodes = [Unit.of(graph, number) for number in range(len(graph.nodes))]
@@ -198,10 +218,28 @@ def timed_again(schedule: poet_jax.Schedule) -> dict[str, str]:
     seconds = time_units(graph, nodes, [math.inf] * len(nodes))
     costs = dataclasses.replace(schedule.costs, seconds=np.array(seconds, float))
     program = timed(program, costs, memory_bytes)
+    jit.steps(batch)
     return {
-        "planned_after": f"{poet_jax.simulate(program, costs).seconds:.6f}",
-        "expected_after": f"{expected_seconds(program, costs):.6f}",
+        "planned": poet_jax.simulate(program, costs).seconds,
+        "expected": expected_seconds(program, costs),
+        "jit": statistics.median(jit.seconds),
     }
+
+
+def predictions(before: dict[str, float], after: dict[str, float]) -> dict[str, str]:
+    """What `timed_again` said before and after the steps of a row, and ratios to
+    jax.jit's seconds, each the mean of the two."""
+    both = {"before": before, "after": after}
+    seconds = {
+        f"{name}_{when}": f"{found[name]:.6f}"
+        for when, found in both.items()
+        for name in found
+    }
+    ratios = {
+        name: statistics.mean(found[name] / found["jit"] for found in both.values())
+        for name in ("planned", "expected")
+    }
+    return seconds | {f"{name}_ratio": f"{x:.4f}" for name, x in ratios.items()}
 
 
 def smallest_bytes(scheduled, *args) -> int:

@@ -40,6 +40,8 @@ class DeviceProfile:
         is not known.
       static_watts: drawn throughout the step, whatever runs.
       dispatch_seconds: to start one node.
+      handover_seconds: to give one executable the memory that others have freed, if
+        that is 1 MiB or more; in what a step is expected to take, not in its plan.
       contention: share of compute's speed, below 1, that a transfer takes while it
         lasts; 0 where other hardware than the processor moves pages.
       measured: True if `price` times each node on this machine instead of computing its
@@ -72,6 +74,7 @@ class DeviceProfile:
     store_endurance_bytes: float = math.inf
     static_watts: float = 0.0
     dispatch_seconds: float = 0.0
+    handover_seconds: float = 0.0
     contention: float = 0.0
     measured: bool = False
     node_costs: str | None = None

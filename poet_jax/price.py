@@ -29,6 +29,8 @@ class Costs:
       page_in_seconds, page_out_seconds, page_in_joules, page_out_joules: [V].
       static_watts: drawn for as long as the step takes.
       contention: share of compute's speed that a transfer takes while it lasts.
+      handover_seconds: before each executable that takes 1 MiB or more, in
+        `expected_seconds` only.
       measured: whether the seconds of nodes were measured on this machine.
 
     Raises ValueError for a cost that is negative, infinite or NaN, and for a contention
@@ -45,6 +47,7 @@ class Costs:
     page_out_joules: np.ndarray
     static_watts: float = 0.0
     contention: float = 0.0
+    handover_seconds: float = 0.0
     measured: bool = False
 
     def __post_init__(self):
@@ -137,6 +140,7 @@ def price(graph: Graph, device: DeviceProfile) -> Costs:
         page_out_joules=page_out * device.paging_watts,
         static_watts=device.static_watts,
         contention=device.contention,
+        handover_seconds=device.handover_seconds,
         measured=device.measured and device.node_costs is None,
     )
 

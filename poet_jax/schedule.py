@@ -77,7 +77,8 @@ class Schedule:
 
         `usage.seconds` are of nodes that run one by one, as they were priced. Here
         nodes that run as one executable take what that took when it was compiled, where
-        there was room to time it. The same for a device that is modelled.
+        there was room to time it, and to hand memory from one executable to the next
+        takes `costs.handover_seconds`. The same for a device that is modelled.
         """
         return expected_seconds(self.program, self.costs)
 

@@ -54,13 +54,18 @@ class Usage:
         )
 
 
+# The executor looks for memory to hand over before instructions that take so much.
+HANDED_BYTES = 2**20
+
+
 class Lanes:
     """Two lanes, compute and storage, each in order. While a transfer lasts, compute
     does 1 - costs.contention of what it would do without.
 
     Args:
       timed: whether a `Fused` takes what it was measured to take, where that is less
-        than the sum of its nodes. It is not more unless something else ran meanwhile.
+        than the sum of its nodes, and memory takes costs.handover_seconds to hand over.
+        A run is not more than its nodes unless something else ran meanwhile.
 
     Attributes:
       compute, storage: seconds until each is done with what ran so far.
@@ -69,6 +74,9 @@ class Lanes:
 
     def __init__(self, program: Program, costs: Costs, timed: bool = False):
         self.program, self.costs, self._timed = program, costs, timed
+        # The only executable of a step finds its memory where it left it.
+        hands_over = timed and program.computes > 1
+        self._handover_seconds = costs.handover_seconds if hands_over else 0.0
         self.compute = self.storage = 0.0
         self._arrival: dict[int, float] = {}
         self.departure: dict[int, float] = {}
@@ -88,6 +96,8 @@ class Lanes:
                 for value, _ in replaces:
                     start = max(start, self.departure.pop(value, 0.0))
                 self.compute = start
+                if self._handover_seconds and self._takes_memory(instruction, replaces):
+                    self._work(self._handover_seconds)
                 for seconds in self._seconds_of(instruction):
                     self._work(seconds)
                 return start, self.compute
@@ -111,6 +121,13 @@ class Lanes:
             if instruction.seconds is not None:
                 return [min(instruction.seconds, sum(alone))]
         return alone
+
+    def _takes_memory(self, instruction: Compute | Fused, replaces: Pairs) -> bool:
+        """Whether an executable needs much of what others have freed."""
+        nbytes = self.costs.nbytes
+        taken = sum(int(nbytes[v]) for v in self.program.writes(instruction))
+        taken -= sum(int(nbytes[old]) for old, _ in replaces)
+        return taken + workspace_of(instruction, self.costs) >= HANDED_BYTES
 
     def _work(self, seconds: float) -> None:
         """Compute what takes so long without transfers."""
@@ -237,7 +254,8 @@ def simulate(program: Program, costs: Costs) -> Usage:
 
 
 def expected_seconds(program: Program, costs: Costs) -> float:
-    """Seconds of a step as in `simulate`, but with the `Fused` as they were timed."""
+    """Seconds of a step as in `simulate`, but with the `Fused` as they were timed, and
+    with the handing over of memory."""
     lanes = Lanes(program, costs, timed=True)
     for row, instruction in enumerate(program.instructions):
         lanes.run(instruction, program.replaces.get(row, ()))

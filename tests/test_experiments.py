@@ -370,6 +370,13 @@ def test_the_step_benchmark_measures_a_step_beside_jit(tmp_path):
     assert int(row["peak_bytes"]) == int(row["planned_bytes"])
     assert int(row["planned_bytes"]) <= int(row["budget_bytes"])
     assert int(row["executables"]) == 1 and float(row["jit_seconds"]) > 0
+    for what in ("planned", "expected"):
+        before, after = (
+            float(row[f"{what}_{when}"]) / float(row[f"jit_{when}"])
+            for when in ("before", "after")
+        )
+        mean = (before + after) / 2
+        assert float(row[f"{what}_ratio"]) == pytest.approx(mean, rel=1e-2)
     assert float(row["loss_difference"]) < 1e-4
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
 
