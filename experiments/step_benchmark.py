@@ -7,18 +7,17 @@ The first command runs a training step with AdamW of each model, as `jax.jit`, a
 `jax.jit` with `jax.checkpoint` around every block, and within budgets from 100 to 25 %
 of keep-all's peak and 1.05 times the least that works, all in turns in one process per
 model. It appends a row per budget to experiments/results/step_benchmark/steps.csv; rows
-that are there already are not measured again. All of it takes about two hours on two
+that are there already are not measured again. All of it takes about 90 minutes on two
 cores; --models and --shares choose a part. The second command draws steps.png.
 
 Seconds are medians over steps, ratios are medians over pairs of steps in turn. The
 machine is not always as fast, so the nodes of a row, and its runs of them, are timed
 before its steps and after them, between steps of `jax.jit`: planned and expected ratios
 are of seconds over `jax.jit`'s beside them, and to be compared with the measured ratio.
-The rise is of the process's high-water mark
-(VmHWM) in ten steps or more, one after the other as in a training loop, over what the
-process held besides the step's arguments, so it is to be compared with the budget. Each
-model's process measures this machine's rates anew, and replaces the file at
-`poet_jax.host_path()`.
+The rise is of the process's high-water mark (VmHWM) in ten steps or more, one after the
+other as in a training loop, over what the process held besides the step's arguments, so
+it is to be compared with the budget. Each model's process measures this machine's rates
+anew, and replaces the file at `poet_jax.host_path()`.
 
 On an accelerator the models are larger ones, budgets are of its memory, and the rise is
 of what its allocator was seen to have in use, asked again after every fifth of a

@@ -27,8 +27,8 @@ _PAUSE_SECONDS = 0.005  # as a step's instructions take, between transfers
 _MOST_CONTENTION = 0.9
 _STORAGE = "measured: FileStore, 64 KiB and 32 MiB, with checksum, beside products"
 _HOST_MEMORY = "measured: HostStore, 64 KiB and 32 MiB, pinned memory, beside products"
-# Median over steps of a U-Net, ResNet-18, ResNet-50 and BERT-6 within budgets, on two
-# cores: 0.7 to 1.6 ms. A probe without a step took a third of that.
+# A round number for the 0.8 to 1.8 ms of steps of a U-Net, ResNet-18 and BERT-6 on two
+# cores (experiments.handover). A probe without a step took a third of that.
 _HANDOVER_SECONDS = 1e-3
 
 

@@ -381,6 +381,16 @@ def test_the_step_benchmark_measures_a_step_beside_jit(tmp_path):
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_memory_is_handed_over_where_there_are_several_executables(tmp_path):
+    flags = ("--models=cnn", "--budgets=100%,75%,1%", "--steps=2", "--time_limit=2")
+    run_module("handover", tmp_path, *flags)
+    whole, cut = csv.DictReader((tmp_path / "steps.csv").read_text().splitlines())
+    assert (whole["executables"], whole["taking"]) == ("1", "0")
+    assert 1 < int(cut["taking"]) <= int(cut["executables"])
+    assert 0 < float(cut["taking_seconds"]) < float(cut["seconds"])
+    assert not whole["handover_seconds"] and float(cut["handover_seconds"]) > 0
+
+
 def test_steps_stay_within_the_budget_one_after_the_other(tmp_path):
     # With JAX 0.12 the default, 35 %, is less than this U-Net needs.
     more = ["--budget=40%"] if jax.__version_info__ >= (0, 12) else []
