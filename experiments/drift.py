@@ -12,19 +12,19 @@ by half; expect no row to be worse than the first ones by more.
 """
 
 import csv
+import functools
 import pathlib
 import statistics
 import time
 
 import jax
-import jax.numpy as jnp
 import optax
 from absl import app, flags
 from tqdm import tqdm
 
 import poet_jax
 from experiments import memory
-from experiments.steps import training_step, unet_case
+from experiments.steps import new_state, training_step, unet_case
 from poet_jax import heap
 
 ROWS = flags.DEFINE_integer("rows", 12, "Rows of ten steps each.", 1)
@@ -45,11 +45,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     case, optimizer = unet_case(), optax.adamw(1e-3)
     params, rest, batch = case.init()
-
-    def fresh_state():
-        own = jax.tree.map(jnp.copy, (params, rest))
-        return *own, optimizer.init(own[0])
-
+    fresh_state = functools.partial(new_state, optimizer, params, rest)
     step = training_step(case.loss, optimizer)
     planner = poet_jax.MilpPlanner(time_limit_seconds=TIME_LIMIT.value)
     within = poet_jax.schedule(step, BUDGET.value, planner=planner, donate_argnums=0)

@@ -19,12 +19,11 @@ import time
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import optax
 from absl import app, flags
 
 import poet_jax
-from experiments.steps import flax_case, training_step, unet_case
+from experiments.steps import flax_case, new_state, training_step, unet_case
 from poet_jax.executors.buffers import Pool
 from poet_jax.simulate import expected_seconds
 
@@ -53,11 +52,7 @@ def rows_of(name: str, budgets: list[str]):
     """The rows of one model."""
     case, optimizer = CASES[name](), optax.adamw(1e-3)
     params, rest, batch = case.init()
-
-    def fresh_state():
-        own = jax.tree.map(jnp.copy, (params, rest))
-        return *own, optimizer.init(own[0])
-
+    fresh_state = functools.partial(new_state, optimizer, params, rest)
     step = training_step(case.loss, optimizer)
     planner = poet_jax.MilpPlanner(time_limit_seconds=TIME_LIMIT.value)
     for budget in budgets:

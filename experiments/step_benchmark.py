@@ -41,14 +41,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags, logging
 
 import poet_jax
 from experiments import memory
-from experiments.steps import flax_case, read_rows, training_step, unet_case
+from experiments.steps import (
+    flax_case,
+    new_state,
+    read_rows,
+    training_step,
+    unet_case,
+)
 from poet_jax.compile import Unit, compile_units
 from poet_jax.fuse import timed
 from poet_jax.simulate import expected_seconds
@@ -147,11 +152,7 @@ def measure_model(name: str, shares: list[str], writer, flush) -> None:
     optimizer = optax.adamw(1e-3)
     case = ALL_CASES[name]()
     params, rest, batch = case.init()
-
-    def fresh_state():
-        own = jax.tree.map(jnp.copy, (params, rest))
-        return *own, optimizer.init(own[0])
-
+    fresh_state = functools.partial(new_state, optimizer, params, rest)
     step = training_step(case.loss, optimizer)
     checkpointed = training_step(ALL_CASES[name](checkpoint=True).loss, optimizer)
     plain = jax.jit(step, donate_argnums=0)

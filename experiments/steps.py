@@ -85,6 +85,12 @@ def training_step(loss, optimizer: optax.GradientTransformation):
     return step
 
 
+def new_state(optimizer: optax.GradientTransformation, params, rest):
+    """State for `training_step`, of copies of its own, so that it can be donated."""
+    own = jax.tree.map(jnp.copy, (params, rest))
+    return *own, optimizer.init(own[0])
+
+
 def traced(case: Case, kind: str) -> poet_jax.Graph:
     """The graph of a "step" with AdamW, or of its gradient alone, traced on shapes."""
     params, rest, batch = jax.eval_shape(case.init)

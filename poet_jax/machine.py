@@ -28,7 +28,7 @@ _MOST_CONTENTION = 0.9
 _STORAGE = "measured: FileStore, 64 KiB and 32 MiB, with checksum, beside products"
 _HOST_MEMORY = "measured: HostStore, 64 KiB and 32 MiB, pinned memory, beside products"
 # A round number for the 0.8 to 1.8 ms of steps of a U-Net, ResNet-18 and BERT-6 on two
-# cores (experiments.handover). A probe without a step took a third of that.
+# cores (experiments.handover).
 _HANDOVER_SECONDS = 1e-3
 
 
