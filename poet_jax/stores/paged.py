@@ -2,26 +2,25 @@
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+import poet_jax.stores.library as library
 from poet_jax.errors import PageStoreError
 from poet_jax.graph import Graph, Place
-from poet_jax.store import PageStore
+from poet_jax.stores.store import SECTOR_BYTES, Store
 
 # Larger arrays are kept in blocks of rows of about this size, which a step can take one
 # at a time. Smaller ones than the second number are not worth a transfer.
 BLOCK_BYTES = 16 * 2**20
 SMALL_BYTES = 2**16
 
-_keys = itertools.count()
 # Those with copies of blocks in RAM, if they are still there.
 copied: "list[weakref.ref[PagedArray]]" = []
 
@@ -36,6 +35,14 @@ def row_blocks(shape: tuple[int, ...], dtype: Any) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in starts]
 
 
+def block_bytes(shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
+    """Bytes of each of `row_blocks`."""
+    row_bytes = math.prod(shape[1:]) * np.dtype(dtype).itemsize
+    return tuple(
+        (rows.stop - rows.start) * row_bytes for rows in row_blocks(shape, dtype)
+    )
+
+
 class PagedArray:
     """An array that lives in a store: a leaf of a state that does not fit into RAM.
 
@@ -48,31 +55,42 @@ class PagedArray:
     Attributes:
       shape, dtype: as of the array.
       store: where it is.
+      block_bytes: of each of its row blocks, which lie one after another in the store,
+        each from a sector on.
     """
 
-    def __init__(self, store: PageStore, shape: tuple[int, ...], dtype: Any):
-        """Without contents yet; see `PagedArray.of`."""
-        if not all(callable(getattr(store, x, None)) for x in ("write", "read")):
+    def __init__(
+        self, store: Store, shape: tuple[int, ...], dtype: Any, name: str = "array"
+    ):
+        """Room for it, without contents yet; see `PagedArray.of`. PageStoreError,
+        naming `name`, if there is no room."""
+        if not isinstance(store, Store):
             raise TypeError(
-                f"An array was to be kept in {store!r}, which is not a page store. A "
-                "store has the methods write, read, delete and close. Type for example "
+                f"An array was to be kept in {store!r}, which is not a store. A store "
+                "is an object of a subclass of poet_jax.stores.Store. Type for example "
                 "store = poet_jax.FileStore(folder)."
             )
         self.store, self.shape, self.dtype = store, tuple(shape), np.dtype(dtype)
-        self._blocks = row_blocks(self.shape, self.dtype)
-        self._keys = [("state", next(_keys)) for _ in self._blocks]
-        self._written: set[Any] = set()
+        self.block_bytes = block_bytes(self.shape, self.dtype)
+        starts, end = [], 0
+        for nbytes in self.block_bytes:
+            starts.append(-(-end // SECTOR_BYTES) * SECTOR_BYTES)
+            end = starts[-1] + nbytes
+        self._generation = store.generation
+        offset = store.allocate(end, name)
+        self._offsets = [offset + start for start in starts]
+        self._checksums = [0] * len(starts)
         self._copies: dict[int | None, jax.Array] = {}
-        self._release = weakref.finalize(self, _delete, store, self._written)
+        self._release = weakref.finalize(self, _free, store, offset, self._generation)
         self._release.atexit = False
 
     @classmethod
-    def of(cls, array: Any, store: PageStore, name: str = "array") -> "PagedArray":
+    def of(cls, array: Any, store: Store, name: str = "array") -> "PagedArray":
         """A copy of `array` in `store`, of the type that it has in JAX; PageStoreError,
         naming `name`, if that fails."""
         array = np.asarray(array)
         array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
-        paged = cls(store, array.shape, array.dtype)
+        paged = cls(store, array.shape, array.dtype, name)
         paged.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8), None, name)
         return paged
 
@@ -101,29 +119,53 @@ class PagedArray:
         self._release()
         self._copies.clear()
 
-    def write(self, data: np.ndarray, block: int | None, name: str) -> None:
-        """Set all bytes, or those of a row block, from `data` [nbytes] of uint8."""
-        for key, part in self._parts(data, block):
-            self.store.write(key, part, name)
-            self._written.add(key)
+    def places(
+        self, block: int | None = None, name: str = "array"
+    ) -> list[tuple[int, int, int, int]]:
+        """(descriptor, sector, flags, checksum) of a row block, or of each of them.
 
-    def read(self, into: np.ndarray, block: int | None, name: str) -> None:
-        """Fill `into` [nbytes] of uint8 with all bytes, or those of a row block."""
+        These are rows of what `library.page_in` and `page_out` take. Raises
+        RuntimeError if the array was deleted, and PageStoreError if its store was
+        closed, naming `name`.
+        """
         if self.is_deleted():
             raise RuntimeError(
                 f"{name!r} was to be paged in, and that PagedArray has been deleted. A "
                 "donated array cannot be used again. Use the one that the step "
                 "returned instead of it."
             )
-        for key, part in self._parts(into, block):
-            try:
-                self.store.read(key, part, name)
-            except KeyError as error:
-                raise PageStoreError(
-                    f"{name!r} was to be paged in, and its store does not hold it. A "
-                    "store forgets everything when it is closed. Keep it open as long "
-                    "as its PagedArrays are in use."
-                ) from error
+        if self._generation != self.store.generation:
+            raise PageStoreError(
+                f"{name!r} was to be paged in, and its store does not hold it. A "
+                "store forgets everything when it is closed. Keep it open as long "
+                "as its PagedArrays are in use."
+            )
+        descriptor, flags = self.store.descriptor(), int(self.store.is_direct)
+        return [
+            (descriptor, self._offsets[k] // SECTOR_BYTES, flags, self._checksums[k])
+            for k in self._numbers(block)
+        ]
+
+    def set_checksums(self, block: int | None, checksums: Sequence[int]) -> None:
+        """Say what was written to a row block, or to each of them."""
+        for k, checksum in zip(self._numbers(block), checksums, strict=True):
+            self._checksums[k] = int(checksum)
+
+    def write(self, data: np.ndarray, block: int | None, name: str) -> None:
+        """Set all bytes, or those of a row block, from `data` [nbytes] of uint8."""
+        written = [
+            library.write(descriptor, flags, part, sector * SECTOR_BYTES, name)
+            for part, (descriptor, sector, flags, _) in self._parts(data, block, name)
+        ]
+        self.set_checksums(block, written)
+
+    def read(self, into: np.ndarray, block: int | None, name: str) -> None:
+        """Fill `into` [nbytes] of uint8 with all bytes, or those of a row block."""
+        for part, (descriptor, sector, flags, checksum) in self._parts(
+            into, block, name
+        ):
+            offset = sector * SECTOR_BYTES
+            library.read(descriptor, flags, part, offset, checksum, name)
 
     def keep_copy(self, block: int | None, copy: jax.Array) -> None:
         """Hold `copy`, of all or of a row block, in RAM until it is taken or
@@ -136,15 +178,20 @@ class PagedArray:
         more; None if there is none."""
         return self._copies.pop(block, None)
 
-    def _parts(self, data: np.ndarray, block: int | None) -> Iterable[Any]:
-        """(key, its part of `data`) of each block."""
-        if block is not None:
-            return [(self._keys[block], data)]
-        row_bytes = self.nbytes // max(self._blocks[-1].stop, 1)
-        return [
-            (key, data[rows.start * row_bytes : rows.stop * row_bytes])
-            for key, rows in zip(self._keys, self._blocks, strict=True)
-        ]
+    def _numbers(self, block: int | None) -> range:
+        if block is None:
+            return range(len(self.block_bytes))
+        return range(block, block + 1)
+
+    def _parts(
+        self, data: np.ndarray, block: int | None, name: str
+    ) -> Iterator[tuple[np.ndarray, tuple[int, int, int, int]]]:
+        """(its part of `data`, its place) of each block."""
+        start = 0
+        numbers, places = self._numbers(block), self.places(block, name)
+        for k, place in zip(numbers, places, strict=True):
+            yield data[start : start + self.block_bytes[k]], place
+            start += self.block_bytes[k]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
@@ -152,7 +199,9 @@ class PagedArray:
                 "A PagedArray was asked for as a NumPy array without a copy. It is on "
                 "storage, so that every array of it is a copy. Leave copy=False out."
             )
-        data = np.empty(self.nbytes, np.uint8)
+        # From a page of memory on, transfers need no copy.
+        memory = np.empty(self.nbytes + SECTOR_BYTES, np.uint8)
+        data = memory[-memory.ctypes.data % SECTOR_BYTES :][: self.nbytes]
         self.read(data, None, str(self))
         array = data.view(self.dtype).reshape(self.shape)
         return array if dtype is None else array.astype(dtype)
@@ -185,10 +234,9 @@ def in_ram(tree: Any) -> Any:
     return jax.tree.map(read, tree)
 
 
-def _delete(store: PageStore, keys: set[Any]) -> None:
-    while keys:
-        with contextlib.suppress(KeyError):  # the store was closed
-            store.delete(keys.pop())
+def _free(store: Store, offset: int, generation: int) -> None:
+    if store.generation == generation:
+        store.free(offset)
 
 
 def at_home(graph: Graph, paged: Collection[int]) -> Graph:

@@ -1,0 +1,412 @@
+// Pages between memory and a file: asynchronous custom calls of XLA:CPU, and the same
+// transfers as plain C functions.
+//
+// What happens to a transfer under way when something else of its execution fails? The
+// executor of XLA:CPU then runs no further thunks, but its event becomes available only
+// when every thunk that was begun has completed; until then it keeps arguments, results
+// and arena. So no transfer here outlives the memory that it works on, and nothing has
+// to be cancelled. (Where a sequence has few thunks, or only small ones, XLA waits for
+// each of them.)
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <future>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <string_view>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace {
+
+constexpr int64_t kSector = 4096;      // what direct transfers start and end at
+constexpr int64_t kChunk = 2 << 20;    // the most that is moved by one system call
+constexpr int kRecord = 6, kPlace = 4; // columns of the arrays in Python
+using Table = ffi::Buffer<ffi::U32, 2>;
+using Pair = ffi::Buffer<ffi::U32, 1>;
+
+int64_t WholeSectors(int64_t n) { return (n + kSector - 1) / kSector * kSector; }
+
+uint64_t Now() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
+}
+
+void Stamp(uint32_t* to, uint64_t time) { to[0] = time, to[1] = time >> 32; }
+
+// Of each sector, the sum of every eighth 64-bit word, and the sum of those sums on the
+// way; then hashes of these, each step a bijection of what comes and of what came
+// before. So one word that differs, words of another order and sectors of another order
+// are seen; only then are 64 bits folded into the 32 that are kept. Moving bytes takes
+// much longer than this.
+class Checksum {
+ public:
+  // Adds [from, from + n), and copies it to `to` if that is another place. Only the
+  // last part may end within a sector.
+  void Add(const char* from, char* to, int64_t n) {
+    for (int64_t at = 0; at < n; at += kSector) {
+      Words sums{}, weighted{};
+      for (int64_t i = at; i < std::min(n, at + kSector); i += sizeof(Words)) {
+        Words words{};
+        int64_t size = std::min<int64_t>(n - i, sizeof words);
+        if (size == sizeof words) {  // known to the compiler
+          std::memcpy(&words, from + i, sizeof words);
+          if (to != from) std::memcpy(to + i, &words, sizeof words);
+        } else {
+          std::memcpy(&words, from + i, size);
+          if (to != from) std::memcpy(to + i, &words, size);
+        }
+        sums += words;
+        weighted += sums;
+      }
+      for (int j = 0; j < 8; ++j)
+        hashes_[j] = Mix(Mix(hashes_[j], sums[j]), weighted[j]);
+    }
+    size_ += n;
+  }
+
+  uint32_t Get() const {
+    uint64_t all = size_;
+    for (uint64_t hash : hashes_) all = Mix(all, hash);
+    return (all ^ all >> 29) * kOdd >> 32;
+  }
+
+ private:
+  using Words = uint64_t __attribute__((vector_size(64)));
+  static constexpr uint64_t kOdd = 0x9E3779B97F4A7C15;
+  static uint64_t Mix(uint64_t hash, uint64_t word) {
+    return ((hash << 29 | hash >> 35) ^ word) * kOdd;
+  }
+  uint64_t hashes_[8] = {1, 2, 3, 4, 5, 6, 7, 8};
+  uint64_t size_ = 0;
+};
+
+std::string Reason(int error) { return std::generic_category().message(error); }
+
+// Two chunks of memory that start at sectors, once they are needed.
+struct Buffers {
+  struct Free {
+    void operator()(void* x) const { std::free(x); }
+  };
+  std::unique_ptr<void, Free> memory[2];
+  int64_t size = 0;
+
+  char* Get(int number, int64_t needed) {
+    if (needed > size) {
+      for (auto& x : memory) x.reset(std::aligned_alloc(kSector, needed));
+      size = memory[0] && memory[1] ? needed : 0;
+    }
+    return size ? static_cast<char*>(memory[number].get()) : nullptr;
+  }
+};
+
+struct Page {
+  bool out;
+  int descriptor;
+  bool direct;  // past the system's page cache
+  char* data;
+  int64_t size, offset;
+};
+
+// Moves `size` bytes of a chunk; empty, or the reason why not. A direct transfer is of
+// whole sectors, of which the last may reach beyond the page.
+std::string MoveChunk(const Page& page, char* memory, int64_t size, int64_t offset) {
+  int64_t whole = page.direct ? WholeSectors(size) : size;
+  int64_t needed = page.out ? whole : size;
+  for (int64_t done = 0; done < needed;) {
+    ssize_t count =
+        page.out ? pwrite(page.descriptor, memory + done, whole - done, offset + done)
+                 : pread(page.descriptor, memory + done, whole - done, offset + done);
+    if (count < 0 && errno == EINTR) continue;
+    if (count < 0) return Reason(errno);
+    // The rest of a short transfer starts at a sector, too.
+    if (page.direct && done + count < needed) count -= count % kSector;
+    if (count == 0 && !page.out)
+      return "the file ends within " + std::to_string(size - done) + " bytes from " +
+             std::to_string(offset + done) + " on";
+    if (count == 0) return Reason(EIO);
+    done += count;
+  }
+  return "";
+}
+
+// Moves a page; empty, or the reason why not. One chunk is summed up, and copied if it
+// has to be, while another is on its way.
+std::string Move(const Page& page, Buffers& buffers, uint32_t* checksum) {
+  const int64_t count = (page.size + kChunk - 1) / kChunk;
+  auto size = [&](int64_t k) { return std::min(kChunk, page.size - k * kChunk); };
+  auto data = [&](int64_t k) { return page.data + k * kChunk; };
+  bool at_sectors = reinterpret_cast<uintptr_t>(page.data) % kSector == 0;
+  auto memory = [&](int64_t k) {
+    if (!page.direct || (at_sectors && size(k) % kSector == 0)) return data(k);
+    return buffers.Get(k % 2, std::min(kChunk, WholeSectors(page.size)));
+  };
+  if (count && (!memory(0) || !memory(count - 1))) return Reason(ENOMEM);
+
+  Checksum sum;
+  std::future<std::string> moving[2];
+  auto start = [&](int64_t k) {
+    auto move = [&, k] {
+      return MoveChunk(page, memory(k), size(k), page.offset + k * kChunk);
+    };
+    try {
+      // A single chunk has nothing to go on beside.
+      auto policy = count == 1 ? std::launch::deferred : std::launch::async;
+      moving[k % 2] = std::async(policy, move);
+    } catch (const std::system_error&) {  // no thread to be had
+      moving[k % 2] = std::async(std::launch::deferred, move);
+    }
+  };
+  auto wait = [&](int64_t k) {
+    return moving[k % 2].valid() ? moving[k % 2].get() : std::string();
+  };
+  std::string error;
+  if (page.out) {
+    for (int64_t k = 0; k < count; ++k) {
+      if (!(error = wait(k)).empty()) break;
+      sum.Add(data(k), memory(k), size(k));
+      if (page.direct && memory(k) != data(k))
+        std::memset(memory(k) + size(k), 0, WholeSectors(size(k)) - size(k));
+      start(k);
+    }
+    for (int64_t k = count; k < count + 2 && error.empty(); ++k) error = wait(k);
+  } else {
+    for (int64_t k = 0; k < std::min<int64_t>(2, count); ++k) start(k);
+    for (int64_t k = 0; k < count; ++k) {
+      if (!(error = wait(k)).empty()) break;
+      sum.Add(memory(k), data(k), size(k));
+      if (k + 2 < count) start(k + 2);
+    }
+  }
+  for (auto& x : moving) x = {};  // waits for what is still under way
+  if (error.empty() && !page.direct && page.size) {
+#if defined(__linux__)
+    if (page.out && fdatasync(page.descriptor) && errno != EINVAL)
+      error = Reason(errno);
+    // Only what is on the disk can leave the cache.
+    posix_fadvise(page.descriptor, page.offset, page.size, POSIX_FADV_DONTNEED);
+#endif
+  }
+  *checksum = sum.Get();
+  return error;
+}
+
+// `Move` and, for a page-in, a look at the checksum; empty, or what to tell the user.
+std::string Transfer(const Page& page, Buffers& buffers, std::string_view name,
+                     uint32_t* checksum) {
+  uint32_t expected = *checksum;
+  std::string error = Move(page, buffers, checksum);
+  if (error.empty() && !page.out && *checksum != expected)
+    error = "the bytes are not those that were written";
+  if (error.empty()) return "";
+  std::string text = "'" + std::string(name) + "' (" + std::to_string(page.size) +
+                     " bytes) was to be paged " + (page.out ? "out" : "in") +
+                     ", which failed: " + error + ". ";
+  text += page.out ? "Nothing else in its store was changed. "
+                   : "No wrong bytes were used. ";
+  if (fcntl(page.descriptor, F_GETFD) < 0)
+    text += "Keep a store as long as a step that pages to it runs.";
+  else if (page.out)
+    text += "Free some room in the store's folder, type FileStore(another_folder), or "
+            "limit the plan with Budget(store_bytes=...).";
+  else
+    text += "Check the store's disk, or type FileStore(another_folder).";
+  return text;
+}
+
+// One transfer at a time, in the order in which they were asked for.
+//
+// XLA goes on with the program, computing, on the thread that completes a future. So
+// where there is another transfer to do, the thread that is in the lane leaves that to
+// another thread. Threads are started where none is idle: there are as many as XLA
+// computes on at once, and one. They inherit how XLA treats denormal numbers.
+class Lane {
+ public:
+  using Transfers = std::function<std::string(Buffers&)>;
+
+  // The future fails with the message that `transfers` returns, if it has one.
+  ffi::Future Put(Transfers transfers) {
+    ffi::Promise promise;
+    ffi::Future future(promise);
+    std::lock_guard<std::mutex> lock(mutex_);
+    to_do_.emplace_back(std::move(transfers), promise);
+    if (!is_busy_ && !Wake()) {
+      to_do_.pop_back();
+      Complete(promise, "there is no thread for paging to be had.");
+    }
+    return future;
+  }
+
+  static void Complete(ffi::Promise& promise, const std::string& error) {
+    if (error.empty()) promise.SetAvailable();
+    else promise.SetError(ffi::Error(ffi::ErrorCode::kInternal, "poet_jax: " + error));
+  }
+
+ private:
+  // False if there is no idle thread, and none to be had.
+  bool Wake() {
+    if (!idle_) try {
+      std::thread(&Lane::Work, this).detach();
+      ++idle_;
+    } catch (const std::system_error&) {
+      return false;
+    }
+    waiting_.notify_one();
+    return true;
+  }
+
+  void Work() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;; ++idle_) {
+      auto is_free = [&] { return !is_busy_ && !to_do_.empty(); };
+      waiting_.wait(lock, [&] { return is_free() || !done_.empty(); });
+      --idle_;
+      if (is_free()) {
+        is_busy_ = true;
+        do {
+          auto [transfers, promise] = std::move(to_do_.front());
+          to_do_.pop_front();
+          lock.unlock();
+          std::string error = transfers(buffers_);
+          lock.lock();
+          done_.emplace_back(promise, std::move(error));
+        } while (!to_do_.empty() && Wake());
+        is_busy_ = false;
+      }
+      while (!done_.empty()) {
+        auto [promise, error] = std::move(done_.front());
+        done_.pop_front();
+        if (is_free() || !done_.empty()) Wake();
+        lock.unlock();
+        Complete(promise, error);
+        lock.lock();
+      }
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable waiting_;
+  std::deque<std::pair<Transfers, ffi::Promise>> to_do_;
+  std::deque<std::pair<ffi::Promise, std::string>> done_;  // that XLA does not know of
+  Buffers buffers_;  // of the thread that is in the lane
+  bool is_busy_ = false;
+  int idle_ = 0;
+};
+
+Lane& TheLane() {
+  static Lane* lane = new Lane;  // outlives its threads
+  return *lane;
+}
+
+// Puts the transfer of `size` bytes at `data`, in `blocks` that lie where the rows of
+// `places` from `row` on say, on the lane. The expected checksums are in the records
+// `written` of a page-out, or if that is `places`, too, in there.
+ffi::Future Start(bool out, void* data, int64_t size, Table places,
+                  Table written, uint32_t* record, int64_t row, std::string_view name,
+                  ffi::Span<const int64_t> blocks) {
+  int64_t count = blocks.size(), total = 0;
+  for (int64_t block : blocks) total += block;
+  bool has_records = written.dimensions()[1] == kRecord;
+  if (total != size || row < 0 || row + count > places.dimensions()[0] ||
+      places.dimensions()[1] != kPlace ||
+      (has_records && written.dimensions()[0] != count)) {
+    ffi::Promise promise;
+    ffi::Future future(promise);
+    Lane::Complete(promise, "'" + std::string(name) + "' (" + std::to_string(size) +
+                                " bytes) does not fit its blocks and places.");
+    return future;
+  }
+  std::vector<std::pair<Page, uint32_t>> pages;
+  char* start = static_cast<char*>(data);
+  for (int64_t k = 0; k < count; ++k) {
+    const uint32_t* place = places.typed_data() + (row + k) * kPlace;
+    Page page{out, static_cast<int>(place[0]), bool(place[2] & 1), start, blocks[k],
+              place[1] * kSector};
+    const uint32_t* record = written.typed_data() + k * kRecord;
+    pages.emplace_back(page, has_records ? *record : place[3]);
+    start += blocks[k];
+  }
+  return TheLane().Put([=, name = std::string(name), pages = std::move(pages)](
+                           Buffers& buffers) mutable {
+    uint32_t* to = record;
+    for (auto& [page, checksum] : pages) {
+      uint64_t begun = Now();
+      std::string error = Transfer(page, buffers, name, &checksum);
+      if (!error.empty()) return error;
+      to[0] = checksum;
+      Stamp(to + 1, begun);
+      Stamp(to + 3, Now());
+      to[5] = 0;
+      to += kRecord;
+    }
+    return std::string();
+  });
+}
+
+ffi::Future PageOut(ffi::AnyBuffer x, ffi::AnyBuffer, Table places,
+                    ffi::Result<Table> record, int64_t row, std::string_view name,
+                    ffi::Span<const int64_t> blocks) {
+  return Start(true, x.untyped_data(), x.size_bytes(), places, places,
+               record->typed_data(), row, name, blocks);
+}
+
+ffi::Future PageIn(ffi::AnyBuffer, Table places, Table written,
+                   ffi::Result<ffi::AnyBuffer> x, ffi::Result<Table> record,
+                   int64_t row, std::string_view name,
+                   ffi::Span<const int64_t> blocks) {
+  return Start(false, x->untyped_data(), x->size_bytes(), places, written,
+               record->typed_data(), row, name, blocks);
+}
+
+ffi::Error Clock(ffi::RemainingArgs, ffi::Result<Pair> stamp) {
+  Stamp(stamp->typed_data(), Now());
+  return ffi::Error::Success();
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    poet_jax_page_out, PageOut,
+    ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<ffi::AnyBuffer>().Arg<Table>()
+        .Ret<Table>().Attr<int64_t>("row").Attr<std::string_view>("name")
+        .Attr<ffi::Span<const int64_t>>("blocks"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    poet_jax_page_in, PageIn,
+    ffi::Ffi::Bind().Arg<ffi::AnyBuffer>().Arg<Table>().Arg<Table>()
+        .Ret<ffi::AnyBuffer>().Ret<Table>().Attr<int64_t>("row")
+        .Attr<std::string_view>("name").Attr<ffi::Span<const int64_t>>("blocks"));
+XLA_FFI_DEFINE_HANDLER_SYMBOL(
+    poet_jax_clock, Clock,
+    ffi::Ffi::Bind().RemainingArgs().Ret<Pair>());
+
+// A transfer on the caller's thread: writes and gives `*checksum`, or reads and holds
+// what is read against it. 0, or 1 and what to tell the user in `message`.
+extern "C" int poet_jax_transfer(int out, int descriptor, int flags, const char* name,
+                                 void* data, int64_t size, int64_t offset,
+                                 uint32_t* checksum, char* message, int64_t capacity) {
+  Buffers buffers;
+  Page page{bool(out), descriptor, bool(flags & 1), static_cast<char*>(data), size,
+            offset};
+  std::string error = Transfer(page, buffers, name, checksum);
+  std::snprintf(message, capacity, "%s", error.c_str());
+  return !error.empty();
+}
