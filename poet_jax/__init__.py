@@ -1,6 +1,9 @@
 """Flax training steps within a memory budget: optimal rematerialisation and paging."""
 
-from poet_jax import devices, linen, nnx, update
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from poet_jax import devices
 from poet_jax.associate import associate
 from poet_jax.coarsen import coarsen
 from poet_jax.convolution import (
@@ -11,18 +14,17 @@ from poet_jax.convolution import (
 from poet_jax.depthwise import depthwise_convolutions
 from poet_jax.device import DeviceProfile
 from poet_jax.effects import Effect, Effects, effects
+from poet_jax.emit import emit
 from poet_jax.errors import BudgetTooSmall, CannotTrace, PageStoreError, PlanInvalid
-from poet_jax.executors.host import HostExecutor, Run, release
+from poet_jax.executor import HostExecutor, Run, release
 from poet_jax.explain import sizes
 from poet_jax.fold import fold
-from poet_jax.fuse import fuse
 from poet_jax.graph import Graph, Node, Value
 from poet_jax.lowerings import fastest
 from poet_jax.machine import host, host_path
 from poet_jax.narrow import narrow
 from poet_jax.node_costs import write_node_costs
 from poet_jax.order import order
-from poet_jax.paged import PagedArray
 from poet_jax.pareto import Front, Point, pareto
 from poet_jax.plan import (
     Budget,
@@ -41,16 +43,20 @@ from poet_jax.planners.paper import PaperPlanner
 from poet_jax.planners.sqrt import sqrt
 from poet_jax.pooling import pool_gradients, short_sums
 from poet_jax.price import Costs, load_instance, price
-from poet_jax.program import Fused, Program, lower
+from poet_jax.program import Program, lower
 from poet_jax.recompute import recompute
 from poet_jax.schedule import Schedule
 from poet_jax.simulate import Usage, simulate
 from poet_jax.state import init_paged, to_storage
-from poet_jax.store import FileStore, HostStore
+from poet_jax.stores.paged import PagedArray
+from poet_jax.stores.store import FileStore, HostStore
 from poet_jax.stream import stream
 from poet_jax.trace import trace
-from poet_jax.train_step import train_step
 from poet_jax.transform import PASSES, Scheduled, schedule, value_and_grad
+
+if TYPE_CHECKING:
+    from poet_jax import linen, nnx, update
+    from poet_jax.flax_step import train_step
 
 __all__ = [
     "PASSES",
@@ -65,7 +71,6 @@ __all__ = [
     "FileStore",
     "Free",
     "Front",
-    "Fused",
     "Graph",
     "HostExecutor",
     "HostStore",
@@ -95,7 +100,7 @@ __all__ = [
     "fastest",
     "filter_gradients",
     "fold",
-    "fuse",
+    "emit",
     "greedy",
     "host",
     "host_path",
@@ -128,3 +133,12 @@ __all__ = [
     "value_and_grad",
     "write_node_costs",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs Flax is loaded when it is first used."""
+    if name in ("linen", "nnx", "update"):
+        return importlib.import_module(f"poet_jax.{name}")
+    if name == "train_step":
+        return importlib.import_module("poet_jax.flax_step").train_step
+    raise AttributeError(f"module 'poet_jax' has no attribute {name!r}")

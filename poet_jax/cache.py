@@ -1,9 +1,8 @@
-"""Plans, and measured costs, in a folder: the second start of a job plans nothing."""
+"""Plans in a folder: the second start of a job plans nothing."""
 
 import contextlib
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os
@@ -13,13 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from poet_jax.compile import compile_nodes
-from poet_jax.device import DeviceProfile
 from poet_jax.graph import Graph
-from poet_jax.machine import described, host
 from poet_jax.plan import Budget, Plan, Planner, plan_from_dict, plan_to_dict, save_json
 from poet_jax.planners.judge import fits
-from poet_jax.price import Costs, costs_from_dict, costs_to_dict, price
+from poet_jax.price import Costs
 from poet_jax.program import lower
 from poet_jax.simulate import simulate
 
@@ -30,14 +26,12 @@ UNREADABLE = OSError, ValueError, LookupError, TypeError, AttributeError
 
 
 class PlanCache:
-    """A folder of JSON files, one per plan and one per graph that was measured.
+    """A folder of JSON files, one per plan.
 
-    A plan's file is named after a hash of graph, costs, budget and planner. Measured
-    costs differ a little from run to run, so they are kept, too, under a hash of graph
-    and machine: delete the folder to measure and plan afresh. A file that cannot be
-    read, or does not fit, is written again. One that cannot be written, for example on
-    a full disk, is a warning; an interrupted search is not kept. The folder is made if
-    it does not exist.
+    A file is named after a hash of graph, costs, budget and planner: delete the folder
+    to plan afresh. A file that cannot be read, or does not fit, is written again. One
+    that cannot be written, for example on a full disk, is a warning; an interrupted
+    search is not kept. The folder is made if it does not exist.
 
     Raises OSError for a folder that cannot be made or written to.
     """
@@ -55,35 +49,6 @@ class PlanCache:
                 "not a folder that this user can write to, or cannot be made. It needs "
                 'one that can. Type for example plan_cache="plans", or leave it out.'
             )
-
-    def costs(self, graph: Graph, device: DeviceProfile | None) -> Costs:
-        """`price(graph, device)`, `host()` if None, or what that was on this machine
-        before."""
-        if device is not None and not (device.measured and device.node_costs is None):
-            return price(graph, device)
-        given = "" if device is None else repr(device)
-        version = importlib.metadata.version("poet_jax")
-        key = _hash(graph.fingerprint, given, version, *described())
-        path = self.folder / f"costs-{key}.json"
-        executables = compile_nodes(graph)
-        try:
-            costs = costs_from_dict(json.loads(path.read_text()))
-            kept = list(
-                zip(executables, costs.seconds, costs.workspace_bytes, strict=True)
-            )
-            for executable, _, nbytes in kept:
-                if nbytes < executable.temp_bytes:
-                    raise ValueError("XLA computes that node in another way now")
-                measured = executable.seconds is not None
-                if measured and executable.workspace_bytes != nbytes:
-                    raise ValueError("this process has measured that node afresh")
-            for executable, seconds, nbytes in kept:  # as `price` leaves them
-                executable.seconds = float(seconds)
-                executable.workspace_bytes = int(nbytes)
-        except UNREADABLE:
-            costs = price(graph, device if device is not None else host())
-            self._save(path, costs_to_dict(costs))
-        return costs
 
     def plan(
         self, planner: Planner, graph: Graph, costs: Costs, budget: Budget
@@ -105,7 +70,7 @@ class PlanCache:
         except OSError as error:
             logger.warning(
                 "%s was to be kept, which failed: %s. This run goes on, and the next "
-                "start measures and plans again. Free some room there, or type another "
+                "start plans again. Free some room there, or type another "
                 "plan_cache",
                 path,
                 error.strerror,

@@ -290,6 +290,15 @@ class _Coarsener:
         )
 
 
+def as_node(graph: Graph) -> Node:
+    """All of a graph of single equations as one node, of its arguments and outputs."""
+    reads = (*graph.arguments, *graph.constants)
+    local = {v: number for number, v in enumerate(reads)}
+    equations = tuple(relocate(node, local) for node in graph.nodes)
+    outputs = tuple(local[v] for v in graph.outputs)
+    return Node("all", reads, graph.outputs, equations, outputs)
+
+
 def can_turn(equation: Equation) -> bool:
     """Whether it is a product of two arrays that `turned` can take."""
     if equation.primitive.name != "dot_general" or equation.lowering is not None:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from poet_jax.graph import Equation, Graph, lower_on_cpu
+from poet_jax.scratch import scratch_bytes
 
 # Of shifted images at once, but no more than of images or of the gradient: a small
 # workspace, and each part of the sum is worth adding.
@@ -25,15 +26,15 @@ PATCHES_BYTES = 8 * 2**20
 CACHED_BYTES = 4 * 2**20
 # What has to be computed with each byte that is read or written so that moving it once
 # more takes no time worth mentioning.
-LEAST_WORK = 100
+LEAST_WORK = 64
 
 
 def pointwise_convolutions(graph: Graph) -> Graph:
     """`graph` with convolutions whose kernel is one element in space as products.
 
     They take no workspace then, and for narrow images half the time. Nothing changes on
-    another backend than the CPU, for other types than float32 and float64, for strides,
-    padding, dilated images and groups, and where channels are not the last dimension.
+    another backend than the CPU, for other types than float32 and float64, for groups,
+    for strides of an image with padding, and where channels are not the last dimension.
     """
     return lower_on_cpu(graph, is_pointwise, as_one_product)
 
@@ -49,27 +50,24 @@ def filter_gradients(graph: Graph) -> Graph:
 
 
 def large_convolutions(graph: Graph) -> Graph:
-    """`graph` with large convolutions of the forward pass an image at a time.
+    """`graph` with large convolutions an image at a time.
 
     XLA's CPU backend copies all images that such a convolution reads, padded, and tells
     nobody. One at a time needs a fraction of that and the same time, and results are
-    the same to the bit. Nothing changes on another backend than the CPU, in the
-    backward pass, where nothing is copied (see `compile.compiler_options`), for other
+    the same to the bit. Nothing changes on another backend than the CPU, for other
     types than float32 and float64, for groups, where the batch is not the first
     dimension, and where little is computed with what is read and written.
     """
-    forward = {id(e) for n in graph.nodes if not n.backward for e in n.equations}
 
     def applies(equation: Equation) -> bool:
-        is_free = equation.lowering is None and id(equation) in forward
-        return is_free and is_large(equation)
+        return equation.lowering is None and is_large(equation)
 
     return lower_on_cpu(graph, applies, by_images)
 
 
 def is_large(equation: Equation) -> bool:
     """Whether it is a convolution of images that are better not copied at once."""
-    if not _is_plain(equation):
+    if not _is_whole(equation):
         return False
     numbers = equation.params["dimension_numbers"]
     image, kernel = equation.operand_shapes
@@ -79,7 +77,7 @@ def is_large(equation: Equation) -> bool:
     return (
         numbers.lhs_spec[0] == numbers.out_spec[0] == 0
         and image.shape[0] > 1
-        and image.size * image.dtype.itemsize > PATCHES_BYTES
+        and scratch_bytes(equation) > PATCHES_BYTES
         and flops > LEAST_WORK * moved_bytes
     )
 
@@ -91,9 +89,35 @@ def by_images(params: dict[str, Any], image: jax.Array, kernel: jax.Array):
     that read them, such as a BatchNorm's, which round otherwise then.
     """
     return lax.map(
-        lambda one: lax.conv_general_dilated_p.bind(one[None], kernel, **params)[0],
-        image,
+        lambda one: canonical_convolution(params, one[None], kernel)[0], image
     )
+
+
+def canonical_convolution(
+    params: dict[str, Any], image: jax.Array, kernel: jax.Array
+) -> jax.Array:
+    """`conv_general_dilated` as NHWC x HWIO -> NHWC between transposes.
+
+    XLA's CPU backend brings convolutions to that form itself, but only those of the
+    entry computation; others it computes a hundred times slower.
+    """
+    numbers = params["dimension_numbers"]
+    space = range(2, image.ndim)
+
+    def order(spec: Sequence[int], *dimensions: int) -> list[int]:
+        return [spec[d] for d in dimensions]
+
+    batch_first, inputs_last = (0, *space, 1), (*space, 1, 0)
+    letters = "".join(map(chr, range(ord("a"), ord("a") + len(space))))
+    others = {k: x for k, x in params.items() if k != "dimension_numbers"}
+    result = lax.conv_general_dilated(
+        lax.transpose(image, order(numbers.lhs_spec, *batch_first)),
+        lax.transpose(kernel, order(numbers.rhs_spec, *inputs_last)),
+        dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"),
+        **others,
+    )
+    places = order(numbers.out_spec, *batch_first)
+    return lax.transpose(result, [places.index(d) for d in range(result.ndim)])
 
 
 def is_of_floats(equation: Equation) -> bool:
@@ -107,29 +131,35 @@ def is_of_floats(equation: Equation) -> bool:
     )
 
 
-def _is_plain(equation: Equation) -> bool:
-    """Whether it is a convolution of floats, of an image as it is, without groups."""
+def _is_whole(equation: Equation) -> bool:
+    """Whether it is a convolution of floats without groups."""
     params = equation.params
     return (
         is_of_floats(equation)
-        and all(d == 1 for d in params["lhs_dilation"])
         and params["feature_group_count"] == params["batch_group_count"] == 1
     )
 
 
+def _is_plain(equation: Equation) -> bool:
+    """Whether it is a convolution of floats, of an image as it is, without groups."""
+    return _is_whole(equation) and all(d == 1 for d in equation.params["lhs_dilation"])
+
+
 def is_pointwise(equation: Equation) -> bool:
-    """Whether each element of the result is made of one place of the image."""
-    if not _is_plain(equation):
+    """Whether each element of the result is made of one place of the image, or of
+    none."""
+    if not _is_whole(equation):
         return False
     params, numbers = equation.params, equation.params["dimension_numbers"]
     image, kernel = equation.operand_shapes
-    (result,) = equation.result_shapes
     last = (0, image.ndim - 1, *range(1, image.ndim - 1))
+    moves = any(map(any, params["padding"])) or any(
+        d > 1 for d in params["lhs_dilation"]
+    )
     return (
         all(kernel.shape[d] == 1 for d in numbers.rhs_spec[2:])
         and tuple(numbers.lhs_spec) == tuple(numbers.out_spec) == last
-        and image.shape[:-1] == result.shape[:-1]
-        and not any(map(any, params["padding"]))
+        and not (moves and any(step > 1 for step in params["window_strides"]))
     )
 
 
@@ -137,13 +167,15 @@ def as_one_product(params: dict[str, Any], image: jax.Array, kernel: jax.Array):
     """[..., outputs] of [..., inputs] and a kernel of one element in space."""
     outputs, inputs, *_ = params["dimension_numbers"].rhs_spec
     flat = kernel.reshape([kernel.shape[d] for d in sorted((outputs, inputs))])
-    return lax.dot_general(
-        image,
+    steps = (1, *params["window_strides"], 1)
+    product = lax.dot_general(
+        lax.slice(image, [0] * image.ndim, image.shape, steps),
         flat,
         (((image.ndim - 1,), (int(inputs > outputs),)), ((), ())),
         precision=params["precision"],
         preferred_element_type=params["preferred_element_type"],
     )
+    return padded(params, product)
 
 
 def is_filter_gradient(equation: Equation) -> bool:

@@ -7,16 +7,20 @@ import os
 import pathlib
 import sys
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
 _TEXTS = ("name", "node_costs", "source")
-_CHOICES = ("measured", "node_costs_partial")
+_OTHERS = ("node_costs_partial", "rates")
 _MAY_BE_ZERO = ("_watts", "_seconds", "store_bytes", "contention")  # endings
 # Endings of what may be infinite, which means that it does not count.
 _BOUNDLESS = ("bytes_per_second", "_bytes", "flops_per_joule")
+
+
+Rates = Mapping[str, Sequence[tuple[float, float]]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,14 +43,14 @@ class DeviceProfile:
       store_endurance_bytes: that may be written in the storage's life; infinite if that
         is not known.
       static_watts: drawn throughout the step, whatever runs.
-      dispatch_seconds: to start one node.
-      handover_seconds: to give one executable the memory that others have freed, if
-        that is 1 MiB or more; in what a step is expected to take, not in its plan.
+      dispatch_seconds: to start one node, or with `rates` one kernel of a node.
       contention: share of compute's speed, below 1, that a transfer takes while it
         lasts; 0 where other hardware than the processor moves pages.
-      measured: True if `price` times each node on this machine instead of computing its
-        seconds from the FLOP and byte rates; joules are then seconds times
-        flops_per_second / flops_per_joule.
+      rates: of a calibrated device, what `price` computes seconds from instead of the
+        FLOP and byte rates above: by kind of work and type, as "dot_float32", rows of
+        (size, seconds for each unit of work), with rising sizes. `kernels.Work` says
+        what a unit and a size is; "moved" is for a byte of memory traffic, by the bytes
+        that a kernel moves. Joules are then seconds times `compute_watts`.
       node_costs: path of a CSV file with measured nodes, whose seconds and joules
         replace what is computed; see `price.write_node_costs`.
       node_costs_partial: whether nodes that the file lacks are priced as without it.
@@ -74,9 +78,8 @@ class DeviceProfile:
     store_endurance_bytes: float = math.inf
     static_watts: float = 0.0
     dispatch_seconds: float = 0.0
-    handover_seconds: float = 0.0
     contention: float = 0.0
-    measured: bool = False
+    rates: Rates = dataclasses.field(default_factory=dict, hash=False)
     node_costs: str | None = None
     node_costs_partial: bool = False
     source: str | Mapping[str, str] = dataclasses.field(default="assumed", hash=False)
@@ -84,7 +87,7 @@ class DeviceProfile:
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in (*_TEXTS, *_CHOICES):
+            if field.name in (*_TEXTS, *_OTHERS):
                 continue
             if value is None and field.default is None:
                 continue
@@ -103,6 +106,18 @@ class DeviceProfile:
                     "data sheet's value, or an assumed one and say so in source."
                 )
 
+        for kind, rows in self.rates.items():
+            sizes = [size for size, _ in rows]
+            rising = all(a < b for a, b in zip(sizes, sizes[1:], strict=False))
+            positive = all(0 < x < math.inf for row in rows for x in row)
+            if not (rows and rising and positive):
+                raise ValueError(
+                    f"The profile {self.name!r} was given the rates {rows!r} of "
+                    f"{kind}. They are rows of a size and seconds, finite and "
+                    "positive, with rising sizes. Correct them, or delete the file of "
+                    "a calibrated machine, which is then calibrated again."
+                )
+
     @property
     def compute_watts(self) -> float:
         """Power of compute over idle: FLOP/s divided by FLOP/J."""
@@ -118,6 +133,20 @@ class DeviceProfile:
         if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits <= 8:
             return slower / self.int8_speedup
         return slower
+
+    def work_seconds(self, kind: str, dtype: Any, amount: float, size: float) -> float:
+        """Time of an `amount` of work by `rates`, between their sizes as a power law.
+
+        Work in a type without a rate takes as long as in float32, and of a kind without
+        one as "cheap"; "free" takes none.
+        """
+        names = f"{kind}_{dtype}", f"{kind}_float32", kind, "cheap_float32"
+        rows = next((self.rates[name] for name in names if name in self.rates), None)
+        if rows is None or kind == "free":
+            return 0.0
+        sizes, seconds = np.log(rows).T
+        place = math.log(max(size, 1))
+        return amount * math.exp(np.interp(place, sizes, seconds))
 
     def page_in_seconds(self, nbytes: int) -> float:
         """Time of reading a value of `nbytes` from storage."""
@@ -138,12 +167,10 @@ class DeviceProfile:
     def save(self, path: str | os.PathLike) -> None:
         """Write the profile as TOML, or as JSON if the path ends so; see `load`."""
         data = {
-            field.name: getattr(self, field.name)
+            field.name: dict(value) if isinstance(value, Mapping) else value
             for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
+            if (value := getattr(self, field.name)) not in (field.default, {})
         }
-        if isinstance(self.source, Mapping):
-            data["source"] = dict(self.source)
         if pathlib.Path(path).suffix == ".json":
             text = json.dumps(data, indent=1) + "\n"
         else:
@@ -172,7 +199,7 @@ class DeviceProfile:
         missing = [
             name
             for name, field in known.items()
-            if field.default is dataclasses.MISSING
+            if field.default is field.default_factory is dataclasses.MISSING
             and name != "source"
             and name not in data
         ]
@@ -186,6 +213,11 @@ class DeviceProfile:
                 f"{', '.join(n for n in known if n not in _TEXTS[1:])}. Correct the "
                 "file, in SI units; what is assumed says so in source."
             )
+        if "rates" in data:
+            data["rates"] = {
+                kind: tuple(tuple(row) for row in rows)
+                for kind, rows in data["rates"].items()
+            }
         if data.get("node_costs"):
             data["node_costs"] = str(path.parent / data["node_costs"])
         return cls(**data)
@@ -194,8 +226,10 @@ class DeviceProfile:
         lines = [self.name]
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in ("name", "source") or value == field.default:
+            if field.name in ("name", "source") or value in (field.default, {}):
                 continue
+            if field.name == "rates":
+                value = f"{len(value)} kinds"
             shown = f"{value:.6g}" if isinstance(value, float) else str(value)
             lines.append(f"  {field.name:29s} {shown:>12s}  {self.origin(field.name)}")
         return "\n".join(lines)

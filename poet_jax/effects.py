@@ -37,14 +37,14 @@ class Effects:
     Attributes:
       rows: the traced graph, then the graph after each pass.
       device: whose costs these are.
-      measured: whether seconds are of nodes timed on this machine.
+      calibrated: whether seconds are of the device's measured `rates`.
       remark: whether each gradient can be applied as soon as it exists, and if not,
         where they wait for one another; empty for a graph that applies none.
     """
 
     rows: tuple[Effect, ...]
     device: str
-    measured: bool
+    calibrated: bool
     remark: str
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Effects:
             f"{name:{width}s} {nodes:>6s}" + "".join(f" {x:>10s}" for x in rest)
             for name, nodes, *rest in table
         ]
-        times = "of nodes timed here" if self.measured else "modelled from FLOPs, bytes"
+        times = "calibrated" if self.calibrated else "modelled from FLOPs, bytes"
         lines.append(f"{self.device}: time {times}; energy modelled")
         return "\n".join([*lines, *filter(None, [self.remark])])
 
@@ -75,9 +75,8 @@ def effects(
 ) -> Effects:
     """What each of `passes` in turn makes of `graph`, which `trace` made, on `device`.
 
-    All is as if nodes ran one by one and everything were kept. For a measured device
-    every distinct node of each graph is timed, single equations too, and otherwise
-    they are compiled, for their workspaces. Modelled seconds do not know of lowerings.
+    All is as if nodes ran one by one and everything were kept. Nothing is compiled.
+    Seconds of a roofline do not know of lowerings.
     """
     remark = applied(graph)
     rows = [_effect("trace", graph, device)]
@@ -88,7 +87,7 @@ def effects(
             rows.append(dataclasses.replace(rows[-1], name=name))
         else:
             rows.append(_effect(name, graph, device))
-    return Effects(tuple(rows), device.name, device.measured, remark)
+    return Effects(tuple(rows), device.name, bool(device.rates), remark)
 
 
 def _name(change: Callable) -> str:

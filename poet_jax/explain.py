@@ -4,9 +4,9 @@ from collections import Counter
 
 from poet_jax.graph import Graph
 from poet_jax.plan import Budget, PageIn, Plan
-from poet_jax.price import Costs, node_flops
-from poet_jax.program import Fused, Program
-from poet_jax.simulate import Usage, expected_seconds
+from poet_jax.price import node_flops
+from poet_jax.program import Program
+from poet_jax.simulate import Usage
 from poet_jax.units import format_bytes, format_count, format_joules, format_seconds
 
 
@@ -43,7 +43,12 @@ def comparison(usage: Usage, baseline: Usage) -> list[tuple[str, str, str, str]]
 
 
 def remarks(
-    costs: Costs, budget: Budget, plan: Plan, program: Program, baseline: Usage
+    budget: Budget,
+    plan: Plan,
+    program: Program,
+    baseline: Usage,
+    compiled_bytes: int | None = None,
+    compilations: int = 0,
 ) -> list[str]:
     """What became of the values, and how good the plan is."""
     counts = Counter(decisions(program).values())
@@ -54,17 +59,14 @@ def remarks(
         f"{plan.planner}, {plan.solve_seconds:.1f} s: bound {plan.bound:.6g}, gap "
         f"{plan.gap:.2%}",
     ]
-    runs = [x for x in program.instructions if isinstance(x, Fused)]
-    if timed := sum(x.seconds is not None for x in runs):
-        lines.append(
-            f"expected to take {format_seconds(expected_seconds(program, costs))}: "
-            f"{timed} of {format_count(len(runs), 'fused run')} timed"
-        )
     lines.append(plan.status.value)
     if budget.memory_bytes >= baseline.peak_bytes:
         lines.append("The budget covers keep-all: nothing is repeated or paged.")
-    if program.computes == 1 < len(program.graph.nodes):
-        lines.append("The step is one executable, as under jax.jit.")
+    if compiled_bytes is not None:
+        lines.append(
+            f"compiled: {format_bytes(compiled_bytes)} by XLA's own count, "
+            f"{format_count(compilations, 'compilation')}"
+        )
     return lines
 
 
@@ -98,12 +100,13 @@ def sizes(**graphs: Graph) -> str:
 
 
 def table(
-    costs: Costs,
     budget: Budget,
     plan: Plan,
     program: Program,
     usage: Usage,
     baseline: Usage,
+    compiled_bytes: int | None = None,
+    compilations: int = 0,
 ) -> str:
     """Keep-all beside the plan, what became of the values, and how good the plan is."""
     rows = [("", "keep-all", "this plan", ""), *comparison(usage, baseline)]
@@ -111,6 +114,11 @@ def table(
         [
             title(program.graph, budget),
             *(f"  {a:18s} {b:>12s} {c:>12s} {d:>9s}" for a, b, c, d in rows),
-            *(f"  {line}" for line in remarks(costs, budget, plan, program, baseline)),
+            *(
+                f"  {line}"
+                for line in remarks(
+                    budget, plan, program, baseline, compiled_bytes, compilations
+                )
+            ),
         ]
     )

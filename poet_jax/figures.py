@@ -9,9 +9,9 @@ import numpy as np
 from poet_jax.explain import decisions
 from poet_jax.graph import Graph
 from poet_jax.matrices import matrices
-from poet_jax.plan import Budget, PageIn, PageOut, Plan
+from poet_jax.plan import Budget, Compute, PageIn, PageOut, Plan
 from poet_jax.price import Costs
-from poet_jax.program import Program, computed, lower
+from poet_jax.program import Program, lower
 from poet_jax.simulate import Usage
 from poet_jax.timeline import timeline
 from poet_jax.units import format_bytes, format_joules, format_seconds
@@ -109,15 +109,15 @@ def step_figure(
     seen: set[int] = set()
     times = zip(usage.start_seconds, usage.stop_seconds, strict=True)
     for x, (start, stop) in zip(program.instructions, times, strict=True):
-        for node in computed(x):
-            length = costs.seconds[node]
-            kind = "remat" if node in seen else "keep"
-            bars[kind].append((start / second, length / second))
-            seen.add(node)
-            start += length
-        if isinstance(x, PageIn | PageOut):
-            kind = "in" if isinstance(x, PageIn) else "out"
-            bars[kind].append((start / second, (stop - start) / second))
+        match x:
+            case Compute(node):
+                kind = "remat" if node in seen else "keep"
+                seen.add(node)
+            case PageIn() | PageOut():
+                kind = "in" if isinstance(x, PageIn) else "out"
+            case _:
+                continue
+        bars[kind].append((start / second, (stop - start) / second))
     for kind, bottom in rows:
         colour = COLOURS.get(kind, COLOURS["page"])
         bar = lanes.broken_barh(bars[kind], (bottom, 0.8), color=colour)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from poet_jax.units import format_bytes
@@ -125,15 +126,23 @@ class Node:
         and a function of the host's may raise."""
         return _need_data(self.equations)
 
-    def __call__(self, *operands: Any) -> tuple[Any, ...]:
-        """Evaluate the equations; [R] arrays or tracers to [W] arrays or tracers."""
+    def __call__(
+        self,
+        *operands: Any,
+        bind: Callable[["Equation", list[Any]], Sequence[Any]] = Equation.bind,
+    ) -> tuple[Any, ...]:
+        """Evaluate the equations; [R] arrays or tracers to [W] arrays or tracers.
+
+        `bind` evaluates one equation for its operands.
+        """
         local = dict(enumerate(operands))
         for equation in self.equations:
-            results = equation.bind(
+            results = bind(
+                equation,
                 [
                     x.value if isinstance(x, Literal) else local[x]
                     for x in equation.operands
-                ]
+                ],
             )
             local.update(zip(equation.results, results, strict=True))
         return tuple(local[number] for number in self.outputs)
@@ -360,6 +369,20 @@ def _plain(params: dict[str, Any]) -> str:
 
 def _name(lowering: Callable[..., Any] | None) -> str:
     return "" if lowering is None else f"{lowering.__module__}.{lowering.__name__}"
+
+
+def is_plain(dtype: Any) -> bool:
+    """Whether arrays of `dtype` are in memory what their shape and itemsize say.
+
+    PRNG keys are not, nor are types of less than a byte, which XLA packs.
+    """
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits >= 8
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.finfo(dtype).bits >= 8
+    return True
 
 
 def node_signature(graph: Graph, node: Node) -> str:

@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from poet_jax.compile import RECYCLED_BYTES, Pairs, Unit, compile_units, is_plain
-from poet_jax.graph import Graph, Literal, Node
+from poet_jax.graph import Graph, Literal, Node, is_plain
+
+Pairs = tuple[tuple[int, int], ...]  # (old, new) values: one is written over the other
 
 # Each element of their result depends on others than the operand's at its place.
 NOT_IN_PLACE = ("dot_general", "conv_general_dilated", "transpose", "rev", "gather")
@@ -26,8 +27,6 @@ def replaced(graph: Graph, number: int, dead: Collection[int]) -> Pairs:
     that is donated or on storage.
 
     So an optimizer's update takes no more memory than the state that it replaces.
-    Values below `RECYCLED_BYTES` have no part in it: a step of small ones is faster as
-    one executable than it is lean node by node.
     """
     return _in_place(graph).replaced(number, dead)
 
@@ -38,9 +37,8 @@ class _InPlace:
     def __init__(self, graph: Graph):
         self._graph: Any = weakref.proxy(graph)
         free = graph.donated.union(graph.stored).difference(graph.returned)
-        large = {v for v in free if graph.values[v].nbytes >= RECYCLED_BYTES}
         self.olds = [
-            large.intersection(node.reads) if node.equations else frozenset()
+            free.intersection(node.reads) if node.equations else frozenset()
             for node in graph.nodes
         ]
         self._pairs: dict[tuple[int, frozenset[int]], Pairs] = {}
@@ -67,27 +65,6 @@ def _in_place(graph: Graph) -> _InPlace:
     if graph not in _known:
         _known[graph] = _InPlace(graph)
     return _known[graph]
-
-
-def node_workspaces(graph: Graph, numbers: Iterable[int]) -> list[int]:
-    """Bytes that nodes allocate while they run, in place or not.
-
-    In another order than the graph's a node may write over more.
-    """
-    units = [
-        Unit.of(graph, n, replaces)
-        for n in numbers
-        for replaces in {
-            (),
-            replaceable(graph)[n],
-            replaced(graph, n, graph.nodes[n].reads),
-        }
-    ]
-    most: dict[int, int] = {}
-    for unit, executable in zip(units, compile_units(graph, units), strict=True):
-        (number,) = unit.nodes
-        most[number] = max(most.get(number, 0), executable.workspace_bytes)
-    return list(most.values())
 
 
 def pairs(

@@ -9,12 +9,12 @@ import optax
 from flax import struct
 
 from poet_jax.effects import Effects
-from poet_jax.executors.host import Run
+from poet_jax.executor import Run
 from poet_jax.part import EVERYTHING, Part
 from poet_jax.plan import BudgetLike
 from poet_jax.schedule import Schedule
 from poet_jax.state import init_paged
-from poet_jax.store import PageStore
+from poet_jax.stores.store import Store
 from poet_jax.training import (
     LossFn,
     accepts,
@@ -105,7 +105,7 @@ class TrainStep:
         )
 
     def init(
-        self, key: jax.Array, batch: Any, store: PageStore | None = None
+        self, key: jax.Array, batch: Any, store: Store | None = None
     ) -> TrainState:
         """A fresh state. `loss_fn` is traced on `batch` to see how it calls the model.
 

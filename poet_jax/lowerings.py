@@ -18,8 +18,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax import heap
-from poet_jax.compile import compiler_options
 from poet_jax.convolution import (
     CACHED_BYTES,
     PATCHES_BYTES,
@@ -39,7 +37,7 @@ from poet_jax.depthwise import (
     is_depthwise_gradient,
 )
 from poet_jax.graph import Equation, Graph, Node, equation_signature
-from poet_jax.machine import best_seconds, host_path
+from poet_jax.machine import host_path
 from poet_jax.plan import BudgetLike, parse_budget
 from poet_jax.pooling import (
     by_additions,
@@ -48,6 +46,8 @@ from poet_jax.pooling import (
     is_short_sum,
 )
 from poet_jax.progress import counted
+from poet_jax.scratch import scratch_bytes
+from poet_jax.timing import best_seconds
 
 Lowering = Callable[..., Any]
 
@@ -79,7 +79,7 @@ def fastest(
     """
     memory_bytes = None if budget is None else _memory_bytes(budget)
     found = {
-        _key(node, e, approximate): dataclasses.replace(node, equations=(e,))
+        _key(e, approximate): dataclasses.replace(node, equations=(e,))
         for node in graph.nodes
         for e in node.equations
         if any(others(e, approximate))
@@ -93,7 +93,7 @@ def fastest(
         _write(path, known)
 
     def lowered(node: Node, equation: Equation) -> Equation:
-        key = _key(node, equation, approximate)
+        key = _key(equation, approximate)
         if key not in found:
             return equation
         most_bytes = None
@@ -128,40 +128,32 @@ class Measured(NamedTuple):
 
     Attributes:
       seconds: of the fastest of `TURNS` runs.
-      workspace_bytes: what it allocates beside its result, XLA's scratch included.
+      workspace_bytes: what it allocates beside its result, with what libraries do.
     """
 
     seconds: float
     workspace_bytes: int
 
 
-def measure(
-    node: Node, approximate: bool = False, plain: bool = False
-) -> dict[str, Measured]:
+def measure(node: Node, approximate: bool = False) -> dict[str, Measured]:
     """What each lowering of a node's one equation takes, by name, XLA's own first and
     as "xla".
-
-    That has the options of `compile.compiler_options`; if `plain`, what `jax.jit`
-    compiles without them is measured, too, as "jit".
     """
     (equation,) = node.equations
     operands = [jnp.ones(x.shape, x.dtype) for x in equation.operand_shapes]
-    result_bytes = sum(x.size * x.dtype.itemsize for x in equation.result_shapes)
     runs: dict[str, Callable[[], Any]] = {}
     workspaces: dict[str, int] = {}
     ways: dict[str, Lowering | None] = {"xla": None}
     ways |= {x.__name__: x for x in others(equation, approximate)}
-    ways |= {"jit": None} if plain else {}
     for name, lowering in ways.items():
         changed = dataclasses.replace(equation, lowering=lowering)
         jitted = jax.jit(lambda *x, e=changed: e.bind(x))
-        options = None if name == "jit" else compiler_options([node])
-        compiled = jitted.lower(*operands).compile(options)
+        compiled = jitted.lower(*operands).compile()
         runs[name] = run = functools.partial(_run, compiled, operands)
         run()
         analysis = compiled.memory_analysis()
-        known_bytes = int(analysis.temp_size_in_bytes) if analysis else 0
-        workspaces[name] = max(heap.growth_bytes(run) - result_bytes, known_bytes)
+        temp_bytes = int(analysis.temp_size_in_bytes) if analysis else 0
+        workspaces[name] = temp_bytes + scratch_bytes(changed)
     seconds = dict.fromkeys(runs, math.inf)
     for _ in range(TURNS):  # in turns, as something else may take the processor
         for name, run in runs.items():
@@ -193,9 +185,8 @@ def choice(measured: dict[str, Measured], most_bytes: int | None = None) -> str:
     return min(fast, key=lambda name: fitting[name].workspace_bytes // LEANER_BYTES)
 
 
-def _key(node: Node, equation: Equation, approximate: bool) -> str:
-    options = compiler_options([dataclasses.replace(node, equations=(equation,))])
-    data = equation_signature(equation), approximate, options
+def _key(equation: Equation, approximate: bool) -> str:
+    data = equation_signature(equation), approximate
     return hashlib.sha256(repr(data).encode()).hexdigest()[:16]
 
 

@@ -16,9 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from poet_jax.compile import on_cpu
+from poet_jax.calibrate import calibrated, described_probes
 from poet_jax.device import DeviceProfile
-from poet_jax.store import FileStore, HostStore, PageStore
+from poet_jax.stores import library
+from poet_jax.stores.store import FileStore, HostStore, Store
 
 _SMALL_BYTES, _PROBE_BYTES = 2**16, 2**25
 _PROBES = 12
@@ -27,12 +28,9 @@ _PAUSE_SECONDS = 0.005  # as a step's instructions take, between transfers
 _MOST_CONTENTION = 0.9
 _STORAGE = "measured: FileStore, 64 KiB and 32 MiB, with checksum, beside products"
 _HOST_MEMORY = "measured: HostStore, 64 KiB and 32 MiB, pinned memory, beside products"
-# A round number for the 0.8 to 1.8 ms of steps of a U-Net, ResNet-18 and BERT-6 on two
-# cores (experiments.handover).
-_HANDOVER_SECONDS = 1e-3
 
 
-def default_store() -> PageStore:
+def default_store() -> Store:
     """Where pages go on this machine: to a file, or from an accelerator to host
     memory."""
     return FileStore() if on_cpu() else HostStore()
@@ -42,22 +40,28 @@ def _transfers() -> str:
     return _STORAGE if on_cpu() else _HOST_MEMORY
 
 
+def on_cpu() -> bool:
+    """Whether JAX's default backend is the CPU."""
+    return jax.default_backend() == "cpu"
+
+
 def host_path() -> pathlib.Path:
     """The file in which `host()` keeps this machine's rates: see and delete it at will.
 
     In the folder `poet_jax` of XDG_CACHE_HOME, or of ~/.cache; named after a hash of
-    processor, cores, host name, JAX's version and its devices, of how storage is
-    measured, and of what is assumed about time.
+    processor, cores, host name, JAX's version and its devices, and of what is measured
+    and how.
     """
     folder = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    parts = (*described(), _transfers(), str(_HANDOVER_SECONDS))
+    parts = (*described(), _transfers(), described_probes())
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
     return pathlib.Path(folder) / "poet_jax" / f"host-{key}.toml"
 
 
 @functools.cache
 def host() -> DeviceProfile:
-    """This machine: nodes are timed one by one, storage by a probe of a second.
+    """This machine, calibrated: small programs of each kind of work are timed, and
+    storage is probed, which takes about six seconds on two cores.
 
     Rates are measured once and then read from the file at `host_path()`; where that
     cannot be written, once per process. Power is assumed (10 W for compute on all
@@ -74,7 +78,7 @@ def host() -> DeviceProfile:
         part = path.with_suffix(f".{os.getpid()}.toml")
         profile.save(part)
         part.replace(path)
-    except OSError:  # a home that cannot be written to costs a second at each start
+    except OSError:  # a home that cannot be written to costs them at each start
         pass
     return profile
 
@@ -93,38 +97,32 @@ def described() -> tuple[str, ...]:
 
 
 def _measured() -> DeviceProfile:
-    a = jnp.ones((1024, 1024), jnp.float32)
-    matmul = jax.jit(jnp.dot).lower(a, a).compile()
-    flops_per_second = 2 * 1024**3 / best_seconds(lambda: matmul(a, a))
-    b = jnp.ones(_PROBE_BYTES // 4, jnp.float32)
-    negate = jax.jit(jnp.negative).lower(b).compile()
-    bytes_per_second = 2 * _PROBE_BYTES / best_seconds(lambda: negate(b))
+    launch_seconds, rates = calibrated()
     transfers = _transfer_rates()
     ram_bytes, memory = _memory()
+    flops_per_second = 1 / rates["dot_float32"][-1][1]
     return DeviceProfile(
         name="this machine",
         ram_bytes=ram_bytes,
         flops_per_second=flops_per_second,
         flops_per_joule=flops_per_second / 10.0,
-        bytes_per_second=bytes_per_second,
+        bytes_per_second=1 / rates["moved"][-1][1],
         paging_watts=2.0 + 10.0 / (os.cpu_count() or 1),
         static_watts=5.0,
-        dispatch_seconds=_dispatch_seconds(),
-        handover_seconds=_HANDOVER_SECONDS if on_cpu() else 0.0,
-        measured=True,
+        dispatch_seconds=launch_seconds,
+        rates=rates,
         **transfers,
         source={
             "ram_bytes": memory,
-            "flops_per_second": "measured: product of 1024 x 1024 matrices",
+            "flops_per_second": "measured: the largest product of `rates`",
             "flops_per_joule": "assumed: 10 W for compute on all cores",
-            "bytes_per_second": "measured: negating 32 MiB",
+            "bytes_per_second": "measured: the largest traffic of `rates`",
             **dict.fromkeys(transfers, _transfers()),
             "paging_watts": "assumed: 2 W and one core's share",
             "static_watts": "assumed: 5 W",
-            "dispatch_seconds": "measured: a compiled function of one number",
-            "handover_seconds": "assumed: as steps took on two cores, 0 elsewhere",
+            "dispatch_seconds": "measured: a program of a hundred small kernels",
             "contention": "measured: products done beside those transfers, and alone",
-            "measured": "nodes are timed when a graph is priced",
+            "rates": "measured: a program for each, see calibrate.PROBES",
         },
     )
 
@@ -139,23 +137,6 @@ def _memory() -> tuple[int, str]:
         return limit, "what JAX may take of the accelerator's memory"
     nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return nbytes, "the system's physical memory"
-
-
-def best_seconds(run, repeats: int = 3) -> float:
-    """Shortest of `repeats` runs after one that warms up; `run` returns jax arrays."""
-    jax.block_until_ready(run())
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        jax.block_until_ready(run())
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def _dispatch_seconds() -> float:
-    x = jnp.float32(0)
-    negate = jax.jit(jnp.negative).lower(x).compile()
-    return best_seconds(lambda: [negate(x) for _ in range(100)]) / 100
 
 
 def _transfer_rates() -> dict[str, Any]:
@@ -176,13 +157,12 @@ def _transfer_rates() -> dict[str, Any]:
 
         def transfer(data: np.ndarray) -> tuple[float, float]:
             """Seconds to write and to read, on a thread of its own as in a step."""
-            array = data if on_cpu() else jax.block_until_ready(jnp.asarray(data))
+            out, back = _moves(store, data)
             start = time.perf_counter()
-            storage.submit(_write, store, array).result()
+            storage.submit(out).result()
             middle = time.perf_counter()
-            storage.submit(_read, store, data).result()
+            storage.submit(back).result()
             stop = time.perf_counter()
-            store.delete(0)
             return middle - start, stop - middle
 
         for _ in range(_PROBES):
@@ -213,18 +193,27 @@ def _transfer_rates() -> dict[str, Any]:
     }
 
 
-def _write(store: Any, array: Any) -> None:
-    if on_cpu():
-        store.write(0, array, "probe")
-    else:
-        store.write_array(0, array, "probe")
+def _moves(store: Store, data: np.ndarray) -> tuple[Callable[[], Any], ...]:
+    """What writes `data` to the store, or an accelerator's copy of it to host memory,
+    and what reads it back."""
+    if not on_cpu():
+        kinds = ("pinned_host", "device")
+        array = jax.block_until_ready(jnp.asarray(data))
+        there, here = (array.sharding.with_memory_kind(kind) for kind in kinds)
+        page = jax.block_until_ready(jax.device_put(array, there))
+        return (
+            lambda: jax.block_until_ready(jax.device_put(array, there)),
+            lambda: jax.block_until_ready(jax.device_put(page, here)),
+        )
+    offset = store.allocate(data.nbytes, "probe")
+    store.free(offset)  # the next probe writes to the same place
+    file, checksum = (store.descriptor(), int(store.is_direct)), 0
 
+    def out() -> None:
+        nonlocal checksum
+        checksum = library.write(*file, data, offset, "probe")
 
-def _read(store: Any, data: np.ndarray) -> None:
-    if on_cpu():
-        store.read(0, data, "probe")
-    else:
-        store.read_array(0, "probe")
+    return out, lambda: library.read(*file, data, offset, checksum, "probe")
 
 
 @contextlib.contextmanager

@@ -8,13 +8,12 @@ import jax
 import optax
 from flax import nnx
 
-from poet_jax import interrupts
 from poet_jax.effects import Effects
-from poet_jax.executors.host import Run
-from poet_jax.paged import in_ram
+from poet_jax.executor import Run
 from poet_jax.part import EVERYTHING, Part
 from poet_jax.plan import BudgetLike
 from poet_jax.schedule import Schedule
+from poet_jax.stores.paged import in_ram
 from poet_jax.training import (
     default_loss,
     default_optimizer,
@@ -55,17 +54,16 @@ class ScheduledModules:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         structure, variables, rest, modules = _split(args, kwargs)
-        with interrupts.held_back():  # the arrays in `modules` are gone in between
-            variables, result, graphdef, arrays = self._scheduled(
-                structure, donatable(variables, rest), rest
-            )
-            if graphdef is not self._same:
-                if graphdef == structure[-1]:
-                    self._same = graphdef
-                else:
-                    others = nnx.merge_state(rest[0], arrays)
-                    _restructure(modules, nnx.merge(graphdef, variables, others))
-            nnx.update(modules, variables, arrays)
+        variables, result, graphdef, arrays = self._scheduled(
+            structure, donatable(variables, rest), rest
+        )
+        if graphdef is not self._same:
+            if graphdef == structure[-1]:
+                self._same = graphdef
+            else:
+                others = nnx.merge_state(rest[0], arrays)
+                _restructure(modules, nnx.merge(graphdef, variables, others))
+        nnx.update(modules, variables, arrays)
         return result
 
 

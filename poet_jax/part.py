@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax.paged import in_ram
+from poet_jax.stores.paged import in_ram
 from poet_jax.trace import path_name
 
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from poet_jax.executors.host import Run
+from poet_jax.executor import Run, Span
 from poet_jax.explain import decisions
 from poet_jax.figures import LABELS
-from poet_jax.plan import PageIn, PageOut
+from poet_jax.plan import Compute, PageIn, PageOut
 from poet_jax.price import Costs
-from poet_jax.program import Program, computed
-from poet_jax.simulate import Usage, workspace_of
+from poet_jax.program import Program
+from poet_jax.simulate import Usage
 from poet_jax.timeline import timeline
 
 PLANNED, MEASURED = 1, 2  # processes
@@ -27,10 +27,10 @@ def trace_events(
 ) -> list[Event]:
     """The planned step as process 1 and `run` as process 2, in trace-event format.
 
-    Each has a slice for every compute and every transfer, on two threads, and a counter
-    of live bytes; the planned one has a counter of joules since the start, too. A run
-    as one `jax.jit` is one slice. The format is that of Chrome's tracing: times in
-    microseconds. Raises ValueError if `run` is not one of `program`.
+    The planned one has a slice for every compute and every transfer, on two threads,
+    and counters of live bytes and of joules since the start. The measured one has the
+    run's spans, and its compiled bytes; without traced stages the step is one slice.
+    The format is that of Chrome's tracing: times in microseconds.
     """
     start, stop = usage.start_seconds, usage.stop_seconds
     events = [
@@ -42,24 +42,15 @@ def trace_events(
     if run is None:
         return events
     events.extend(_process(MEASURED, "measured"))
-    if run.start_seconds is None or run.stop_seconds is None or run.live_bytes is None:
-        live = {"bytes": run.peak_bytes}
-        return [
-            *events,
-            _slice(MEASURED, COMPUTE, "the step", 0.0, run.seconds, {}),
-            _counter(MEASURED, "live bytes", 0.0, live),
-            _counter(MEASURED, "live bytes", run.seconds, live),
-        ]
-    if len(run.start_seconds) != len(program.instructions):
-        raise ValueError(
-            f"A trace of {len(program.instructions)} instructions was asked for with a "
-            f"run of {len(run.start_seconds)}. A run is drawn beside the program that "
-            "it ran. Take last_run of the function whose plan this is, after a call "
-            "with arguments like those it was planned for."
-        )
-    start, stop = run.start_seconds, run.stop_seconds
-    events.extend(_slices(MEASURED, program, costs, start, stop))
-    events.extend(_live(MEASURED, program, start, stop, run.live_bytes))
+    spans = run.spans
+    if not any(span.lane == "compute" for span in spans):
+        spans = (Span("the step", "compute", 0.0, run.seconds), *spans)
+    lanes = {"compute": COMPUTE, "storage": STORAGE}
+    for span in spans:
+        times = span.start_seconds, span.stop_seconds
+        events.append(_slice(MEASURED, lanes[span.lane], span.name, *times, {}))
+    compiled = {"bytes": run.peak_bytes}
+    events.append(_counter(MEASURED, "compiled bytes", 0.0, compiled))
     return events
 
 
@@ -102,22 +93,17 @@ def _slices(
         about: dict[str, Any] = {"instruction": row}
         if joules is not None:
             about["joules (modelled)"] = float(joules[row])
-        if nodes := computed(x):
-            again = len(seen.intersection(nodes))
-            seen.update(nodes)
-            name = graph.nodes[nodes[0]].name
-            if len(nodes) > 1:
-                name = f"{name} to {graph.nodes[nodes[-1]].name}"
+        if isinstance(x, Compute):
+            node, again = graph.nodes[x.node], x.node in seen
+            seen.add(x.node)
             about |= {
-                "nodes": list(nodes),
+                "node": x.node,
                 "run again": again,
-                "reads": [graph.values[v].name for v in program.reads(x)],
-                "writes": {
-                    graph.values[v].name: LABELS[made[v]] for v in program.writes(x)
-                },
-                "workspace bytes": workspace_of(x, costs),
+                "reads": [graph.values[v].name for v in node.reads],
+                "writes": {graph.values[v].name: LABELS[made[v]] for v in node.writes},
+                "workspace bytes": int(costs.workspace_bytes[x.node]),
             }
-            name += " (again)" * bool(again)
+            name = node.name + " (again)" * again
             yield _slice(pid, COMPUTE, name, start, stop, about)
         elif isinstance(x, PageIn | PageOut):
             value = graph.values[x.value]

@@ -1,11 +1,12 @@
 """Let copies to storage run on under compute: `Program -> Program`."""
 
 import dataclasses
+from collections.abc import Collection
 
-from poet_jax.compile import Pairs
-from poet_jax.plan import Compute, Free, PageIn
+from poet_jax.in_place import Pairs
+from poet_jax.plan import Action, Compute, Free, PageIn
 from poet_jax.price import Costs
-from poet_jax.program import Fused, Instruction, Program
+from poet_jax.program import Program
 from poet_jax.simulate import Lanes, simulate
 
 
@@ -20,11 +21,11 @@ def postpone(program: Program, costs: Costs, memory_bytes: float) -> Program:
         return program
     live_bytes = simulate(program, costs).live_bytes
     lanes = Lanes(program, costs)
-    instructions: list[Instruction] = []
+    instructions: list[Action] = []
     waiting: list[tuple[float, int]] = []  # (when its copy is done, value)
     waiting_bytes = 0
 
-    def add(instruction: Instruction, replaces: Pairs = ()) -> None:
+    def add(instruction: Action, replaces: Pairs = ()) -> None:
         lanes.run(instruction, replaces)
         instructions.append(instruction)
 
@@ -33,10 +34,10 @@ def postpone(program: Program, costs: Costs, memory_bytes: float) -> Program:
             waiting.append((lanes.departure[x.value], x.value))
             waiting_bytes += int(costs.nbytes[x.value])
             continue
-        arriving = {x.value} if isinstance(x, PageIn) else program.writes(x)
+        arriving = _arriving(program, x)
         waiting.sort()
         for done, value in list(waiting):
-            brings = isinstance(x, Compute | Fused | PageIn)
+            brings = isinstance(x, Compute | PageIn)
             over = brings and live_bytes[row] + waiting_bytes > memory_bytes
             if over or value in arriving or done <= lanes.compute:
                 waiting.remove((done, value))
@@ -46,3 +47,13 @@ def postpone(program: Program, costs: Costs, memory_bytes: float) -> Program:
     for _, value in sorted(waiting):
         add(Free(value))
     return dataclasses.replace(program, instructions=tuple(instructions))
+
+
+def _arriving(program: Program, instruction: Action) -> Collection[int]:
+    """The values that an instruction brings to RAM."""
+    match instruction:
+        case Compute(node):
+            return program.graph.nodes[node].writes
+        case PageIn(value):
+            return (value,)
+    return ()

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from poet_jax.compile import compile_nodes
 from poet_jax.device import DeviceProfile
 from poet_jax.graph import Equation, Graph, Node, read_instance, unrolled
-from poet_jax.in_place import node_workspaces
+from poet_jax.kernels import Kernel, kernels, workspace_bytes
 from poet_jax.node_costs import read_node_costs
+from poet_jax.scratch import node_scratch
 from poet_jax.timing import time_nodes
 from poet_jax.units import format_joules, format_seconds
 
@@ -29,9 +29,6 @@ class Costs:
       page_in_seconds, page_out_seconds, page_in_joules, page_out_joules: [V].
       static_watts: drawn for as long as the step takes.
       contention: share of compute's speed that a transfer takes while it lasts.
-      handover_seconds: before each executable that takes 1 MiB or more, in
-        `expected_seconds` only.
-      measured: whether the seconds of nodes were measured on this machine.
 
     Raises ValueError for a cost that is negative, infinite or NaN, and for a contention
     of 1 or more.
@@ -47,8 +44,6 @@ class Costs:
     page_out_joules: np.ndarray
     static_watts: float = 0.0
     contention: float = 0.0
-    handover_seconds: float = 0.0
-    measured: bool = False
 
     def __post_init__(self):
         if self.contention >= 1:
@@ -103,36 +98,46 @@ def costs_from_dict(data: dict[str, Any]) -> Costs:
     return Costs(**columns)
 
 
-def price(graph: Graph, device: DeviceProfile) -> Costs:
-    """Costs of `graph` on `device`.
+def price(graph: Graph, device: DeviceProfile, *, measure: bool = False) -> Costs:
+    """Costs of `graph` on `device`; compiles and runs nothing, unless `measure`.
 
-    Seconds of a node are measured on this machine, once per distinct signature, if
-    `device.measured`; otherwise, and for a node that needs data, dispatch_seconds +
-    max(FLOPs / flops_per_second, bytes / bytes_per_second), a roofline, with each
-    equation's FLOPs times `device.slowdown`, and each `while` done once. Joules are the
-    compute power for as long as the roofline says, or as was measured. Nodes listed in
-    the file `device.node_costs` cost what it says. Workspaces are XLA's own
-    `memory_analysis` of the compiled node on this machine, whether or not it writes in
-    place, or, for a measured device, what a run was seen to take, if that is more.
+    Seconds of a node are a model's. With `device.rates`, the sum over its kernels of
+    dispatch_seconds + max(work, memory traffic), each at its rate; `kernels` says what
+    they are. Otherwise a roofline: dispatch_seconds + max(FLOPs / flops_per_second,
+    bytes / bytes_per_second), with each equation's FLOPs times `device.slowdown`. A
+    `while` counts once. Joules are the compute power for as long as that takes, without
+    dispatch where it is a roofline. Nodes listed in the file `device.node_costs` cost
+    what it says. Workspaces are modelled, see `kernels.workspace_bytes`.
 
-    Raises ValueError if that file lacks nodes and `node_costs_partial` is False.
+    With `measure`, each distinct node is compiled and timed on this machine instead,
+    and its workspace is XLA's own count, with `scratch.node_scratch`; nodes that need
+    data, or have effects, are modelled.
+
+    Raises ValueError if the file of `device.node_costs` lacks nodes and
+    `node_costs_partial` is False.
     """
-    executables = compile_nodes(graph)
-    seconds, joules = _modelled(graph, device)
-    if device.measured:
-        timed = np.array([not node.needs_data for node in graph.nodes], bool)
-        seconds = np.where(timed, time_nodes(graph, executables), seconds)
-        joules = np.where(timed, seconds * device.compute_watts, joules)
+    if device.rates:
+        seconds = np.array([node_seconds(node, device) for node in graph.nodes], float)
+        joules = seconds * device.compute_watts
+    else:
+        seconds, joules = _roofline(graph, device)
+    workspaces = np.array([workspace_bytes(node) for node in graph.nodes], np.int64)
+    if measure:
+        for number, timed in enumerate(time_nodes(graph)):
+            if timed is not None:
+                seconds[number] = timed.seconds
+                joules[number] = timed.seconds * device.compute_watts
+                scratch = node_scratch(graph.nodes[number])
+                workspaces[number] = timed.temp_bytes + scratch
     if device.node_costs is not None:
         seconds, joules = read_node_costs(graph, device, seconds, joules)
     nbytes = np.array([value.nbytes for value in graph.values], np.int64)
-    workspaces = node_workspaces(graph, range(len(graph.nodes)))
     page_in = np.array([device.page_in_seconds(int(n)) for n in nbytes], float)
     page_out = np.array([device.page_out_seconds(int(n)) for n in nbytes], float)
     return Costs(
         seconds=seconds,
         joules=joules,
-        workspace_bytes=np.array(workspaces, np.int64),
+        workspace_bytes=workspaces,
         nbytes=nbytes,
         page_in_seconds=page_in,
         page_out_seconds=page_out,
@@ -140,13 +145,26 @@ def price(graph: Graph, device: DeviceProfile) -> Costs:
         page_out_joules=page_out * device.paging_watts,
         static_watts=device.static_watts,
         contention=device.contention,
-        handover_seconds=device.handover_seconds,
-        measured=device.measured and device.node_costs is None,
     )
 
 
-def _modelled(graph: Graph, device: DeviceProfile) -> tuple[np.ndarray, np.ndarray]:
-    """[N] seconds and joules by the roofline."""
+def node_seconds(node: Node, device: DeviceProfile) -> float:
+    """Of one run on a device with `rates`: its kernels, or one launch if it has
+    none."""
+    flat = (x for kernel in kernels(node) for x in kernel.flat())
+    return sum(kernel_seconds(x, device) for x in flat) or device.dispatch_seconds
+
+
+def kernel_seconds(kernel: Kernel, device: DeviceProfile) -> float:
+    """Of all runs of a kernel without a body on a device with `rates`."""
+    working = sum(device.work_seconds(*work) for work in kernel.work)
+    moved = kernel.moved_bytes
+    moving = device.work_seconds("moved", None, moved, moved)
+    return kernel.runs * (device.dispatch_seconds + max(working, moving))
+
+
+def _roofline(graph: Graph, device: DeviceProfile) -> tuple[np.ndarray, np.ndarray]:
+    """[N] seconds and joules, of FLOPs or traffic, whichever take longer."""
     flops = np.array([node_flops(node, device) for node in graph.nodes], float)
     traffic = np.array([_node_bytes(graph, node) for node in graph.nodes], float)
     moving = traffic / device.bytes_per_second

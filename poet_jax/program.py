@@ -1,4 +1,4 @@
-"""The instructions that the executor runs and the simulator judges."""
+"""The instructions that are emitted and that the simulator judges."""
 
 import dataclasses
 import functools
@@ -6,44 +6,10 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from poet_jax.compile import Pairs, Unit
 from poet_jax.errors import PlanInvalid
 from poet_jax.graph import Graph
-from poet_jax.in_place import replaced
+from poet_jax.in_place import Pairs, replaced
 from poet_jax.plan import Action, Compute, Free, PageIn, PageOut, Plan
-
-
-@dataclasses.dataclass(frozen=True)
-class Fused:
-    """Run nodes as one executable: all that they read is in RAM until it is done.
-
-    Attributes:
-      nodes: in order, each once.
-      writes: values in RAM afterwards; the others never leave the executable.
-      replaces: pairs (old, new): `new`, one of `writes`, is written over `old`, a value
-        that is read and gone afterwards.
-      workspace_bytes: what the executable allocates beside what it reads and writes.
-      seconds: of a run on this machine, or None if that was not measured.
-    """
-
-    nodes: tuple[int, ...]
-    writes: tuple[int, ...]
-    replaces: Pairs = ()
-    workspace_bytes: int = 0
-    seconds: float | None = None
-
-
-Instruction = Action | Fused
-
-
-def computed(instruction: Instruction) -> tuple[int, ...]:
-    """The nodes that an instruction runs, in order."""
-    match instruction:
-        case Compute(node):
-            return (node,)
-        case Fused(nodes):
-            return nodes
-    return ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,7 +22,7 @@ class Program:
     """
 
     graph: Graph
-    instructions: tuple[Instruction, ...]
+    instructions: tuple[Action, ...]
 
     @functools.cached_property
     def last_page_in(self) -> dict[int, int]:
@@ -86,15 +52,12 @@ class Program:
         """By instruction, pairs (old, new): `new` is written over `old`.
 
         So a node does that runs for the first time, with what is freed right after it
-        and read by no other node's first run later, where `replaced` allows it; and a
-        `Fused` as it says.
+        and read by no other node's first run later, where `replaced` allows it.
         """
         found: dict[int, Pairs] = {}
         last_read, firsts = self._first_runs
         for row, x in enumerate(self.instructions):
-            if isinstance(x, Fused) and x.replaces:
-                found[row] = x.replaces
-            elif isinstance(x, Compute) and row in firsts:
+            if isinstance(x, Compute) and row in firsts:
                 dead = [
                     v for v in self._freed_after(row) if last_read.get(v, -1) <= row
                 ]
@@ -110,10 +73,10 @@ class Program:
         firsts: set[int] = set()
         run: set[int] = set()
         for row, x in enumerate(self.instructions):
-            for number in set(computed(x)) - run:
+            if isinstance(x, Compute) and x.node not in run:
                 firsts.add(row)
-                run.add(number)
-                last_read |= dict.fromkeys(self.graph.nodes[number].reads, row)
+                run.add(x.node)
+                last_read |= dict.fromkeys(self.graph.nodes[x.node].reads, row)
         return last_read, firsts
 
     @functools.cached_property
@@ -137,63 +100,24 @@ class Program:
         return freed
 
     @functools.cached_property
-    def computes(self) -> int:
-        """How many executables run."""
-        return sum(bool(computed(x)) for x in self.instructions)
-
-    @functools.cached_property
     def runs(self) -> Counter[int]:
         """How often each node runs."""
-        return Counter(node for x in self.instructions for node in computed(x))
+        return Counter(x.node for x in self.instructions if isinstance(x, Compute))
 
     @functools.cached_property
     def recomputed(self) -> int:
         """How many `Compute`s run a node again."""
         return self.runs.total() - len(self.runs)
 
-    def writes(self, instruction: Instruction) -> tuple[int, ...]:
-        """The values that an instruction computes and leaves in RAM."""
-        match instruction:
-            case Compute(node):
-                return self.graph.nodes[node].writes
-            case Fused():
-                return instruction.writes
-        return ()
-
-    def reads(self, instruction: Instruction) -> tuple[int, ...]:
-        """The values that an instruction computes from, in order of first use."""
-        found: dict[int, None] = {}
-        made: set[int] = set()
-        for number in computed(instruction):
-            node = self.graph.nodes[number]
-            found.update(dict.fromkeys(v for v in node.reads if v not in made))
-            made.update(node.writes)
-        return tuple(found)
-
-    @functools.cached_property
-    def units(self) -> dict[int, Unit]:
-        """What is compiled for each computing instruction."""
-        found = {}
-        for row, x in enumerate(self.instructions):
-            if nodes := computed(x):
-                replaces = self.replaces.get(row, ())
-                found[row] = Unit(nodes, self.reads(x), self.writes(x), replaces)
-        return found
-
     def __str__(self) -> str:
         lines = []
         seen: set[int] = set()
         for number, x in enumerate(self.instructions):
             match x:
-                case Compute() | Fused():
-                    nodes = computed(x)
-                    names = [self.graph.nodes[node].name for node in nodes]
-                    text = f"compute   {names[0]}"
-                    if len(nodes) > 1:
-                        text += f" to {names[-1]}, {len(nodes)} nodes as one"
-                    if not seen.isdisjoint(nodes):
-                        text += "  (again)"
-                    seen.update(nodes)
+                case Compute(node):
+                    text = f"compute   {self.graph.nodes[node].name}"
+                    text += "  (again)" * (node in seen)
+                    seen.add(node)
                     olds = self.replaces.get(number, ())
                     names = [self.graph.values[old].name for old, _ in olds]
                     text += f"  (over {', '.join(names)})" if names else ""
@@ -211,13 +135,8 @@ def program_to_list(program: Program) -> list[list[Any]]:
 
 def program_from_list(graph: Graph, rows: list[list[Any]]) -> Program:
     """The program whose instructions `program_to_list` wrote, of the same graph."""
-    kinds = {kind.__name__: kind for kind in (Compute, Fused, Free, PageIn, PageOut)}
-    instructions = (kinds[kind](*map(_tuples, fields)) for kind, *fields in rows)
-    return Program(graph, tuple(instructions))
-
-
-def _tuples(data: Any) -> Any:
-    return tuple(map(_tuples, data)) if isinstance(data, list | tuple) else data
+    kinds = {kind.__name__: kind for kind in (Compute, Free, PageIn, PageOut)}
+    return Program(graph, tuple(kinds[kind](number) for kind, number in rows))
 
 
 def lower(graph: Graph, plan: Plan) -> Program:
@@ -263,7 +182,7 @@ def lower_actions(graph: Graph, actions: Sequence[Action]) -> Program:
     for value in list(last_use):
         if value not in returned:
             drop(value)
-    instructions: list[Instruction] = [Free(v) for v in free_after[0]]
+    instructions: list[Action] = [Free(v) for v in free_after[0]]
     for position, action in enumerate(actions, start=1):
         if not isinstance(action, Free):
             instructions.append(action)
@@ -271,7 +190,7 @@ def lower_actions(graph: Graph, actions: Sequence[Action]) -> Program:
     return Program(graph, tuple(instructions))
 
 
-def moving(instructions: Iterable[Instruction]) -> tuple[Action, ...]:
+def moving(instructions: Iterable[Action]) -> tuple[Action, ...]:
     """The computes and transfers, without the frees."""
     return tuple(x for x in instructions if isinstance(x, Compute | PageIn | PageOut))
 

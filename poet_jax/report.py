@@ -111,7 +111,7 @@ def report(
     )
     lines = "".join(
         f"<li>{html.escape(line)}</li>"
-        for line in remarks(costs, budget, plan, program, baseline)
+        for line in remarks(budget, plan, program, baseline)
     )
     values = program.graph.values
     rows = "".join(_value(x, values[x.value]) for x in about)

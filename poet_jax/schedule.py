@@ -2,16 +2,19 @@
 
 import dataclasses
 import json
-import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
 
 from poet_jax import explain, figures
 from poet_jax.dot import write_dot
-from poet_jax.errors import BudgetTooSmall, PlanInvalid
-from poet_jax.executors.host import Run
+from poet_jax.emit import compile_within, keep_all_bytes
+from poet_jax.errors import PlanInvalid
+from poet_jax.executor import PagedStep, Run, Step
 from poet_jax.graph import Graph
 from poet_jax.matrices import Matrices, matrices
 from poet_jax.perfetto import write_trace
@@ -31,10 +34,7 @@ from poet_jax.price import Costs, costs_from_dict, costs_to_dict
 from poet_jax.program import Program, lower, program_from_list, program_to_list
 from poet_jax.reasons import Reason, reasons
 from poet_jax.report import write_report
-from poet_jax.simulate import Usage, expected_seconds, simulate
-from poet_jax.units import format_bytes
-
-logger = logging.getLogger("poet_jax")
+from poet_jax.simulate import Usage, simulate
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -45,6 +45,9 @@ class Schedule:
       graph, costs, budget, plan, program: see their types.
       usage: what the program uses.
       baseline: what keep-all uses.
+      step: the program as it was compiled, or as `jax.jit` compiles the function where
+        the budget covers that; None for a schedule that was read from a file.
+      compilations: how many it took until that was within the budget.
     """
 
     graph: Graph
@@ -54,6 +57,8 @@ class Schedule:
     program: Program
     usage: Usage
     baseline: Usage
+    step: Step | PagedStep | None = None
+    compilations: int = 0
 
     @classmethod
     def of(
@@ -72,24 +77,35 @@ class Schedule:
         return cls(graph, costs, budget, plan, program, usage, baseline)
 
     @property
-    def expected_seconds(self) -> float:
-        """How long a step is expected to take on this machine.
+    def compiled_bytes(self) -> int | None:
+        """RAM while the step runs, by XLA's own count; None if it was not compiled.
 
-        `usage.seconds` are of nodes that run one by one, as they were priced. Here
-        nodes that run as one executable take what that took when it was compiled, where
-        there was room to time it, and to hand memory from one executable to the next
-        takes `costs.handover_seconds`. The same for a device that is modelled.
+        Arguments, results that replace none of them, and XLA's own room for the rest,
+        with what libraries allocate beside that.
         """
-        return expected_seconds(self.program, self.costs)
+        return None if self.step is None else self.step.nbytes
+
+    def compile(self) -> "Compiled":
+        """The step as `jax.jit(fun).lower(*args).compile()` gives it, and its schedule.
+
+        Raises PlanInvalid for a schedule that was read from a file.
+        """
+        if self.step is None:
+            raise PlanInvalid(
+                "A schedule from a file was to be compiled. It holds a plan, but not "
+                "the function. Use Scheduled.lower(*args).compile()."
+            )
+        return Compiled(self, self.step.compiled)
 
     def __str__(self) -> str:
         return explain.table(
-            self.costs,
             self.budget,
             self.plan,
             self.program,
             self.usage,
             self.baseline,
+            self.compiled_bytes,
+            self.compilations,
         )
 
     def plot(self, path: str | os.PathLike) -> None:
@@ -127,7 +143,7 @@ class Schedule:
         """Write a trace of the planned step to `path`, for ui.perfetto.dev.
 
         With `run`, the `last_run` of the function that this schedule is for, the
-        measured step is in it, too. Raises ValueError for a run of another program.
+        measured step is in it, too.
         """
         write_trace(path, self.program, self.costs, self.usage, run)
 
@@ -144,12 +160,14 @@ class Schedule:
         )
 
     def to_json(self, path: str | os.PathLike) -> None:
-        """Write budget, plan, program and costs to `path`; `from_json` reads them."""
+        """Write budget, plan, program, costs and compiled bytes to `path`, for
+        `from_json`."""
         data = {
             "budget": dataclasses.asdict(self.budget),
             "plan": plan_to_dict(self.graph, self.plan),
             "program": program_to_list(self.program),
             "costs": costs_to_dict(self.costs),
+            "compiled_bytes": self.compiled_bytes,
         }
         save_json(path, data)
 
@@ -170,6 +188,7 @@ class Schedule:
             graph = self.graph.with_resident(plan.resident)
             program = program_from_list(graph, data["program"])
             schedule = Schedule.of(self.graph, costs, budget, plan, program)
+            usage = _as_compiled(schedule.usage, data["compiled_bytes"])
         except PlanInvalid:
             raise
         except (ValueError, LookupError, TypeError, AttributeError) as error:
@@ -178,7 +197,7 @@ class Schedule:
                 f"{type(error).__name__}: {error}. Schedule.to_json writes files that "
                 "can be read. Plan again with Scheduled.plan(...), and save that."
             ) from error
-        if not fits(schedule.usage, budget):
+        if not fits(usage, budget):
             raise PlanInvalid(
                 f"{os.fspath(path)} was read as a schedule within {budget}, and its "
                 f"program uses {schedule.usage}. Schedule.to_json writes only what "
@@ -187,58 +206,87 @@ class Schedule:
         return schedule
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Compiled:
+    """A step, compiled.
+
+    Attributes:
+      schedule: what it keeps to.
+      xla: XLA's compiled object, with `memory_analysis()`, `cost_analysis()` and
+        `as_text()`.
+    """
+
+    schedule: Schedule
+    xla: jax.stages.Compiled
+
+
+# XLA computes some values again inside a loop that would be kept otherwise, and so may
+# need less than keep-all. What keep-all needs more of than this is not compiled whole.
+HOPE = 1.25
+
+
 def make_schedule(
     graph: Graph,
     costs: Costs,
     budget: BudgetLike,
     planner: Planner,
-    whole: Callable[[Program, Costs, float], Program | None] | None = None,
-    prepare: Callable[[Program, Costs, float], Program] | None = None,
+    build: Callable[[Program, Sequence[Any]], Step | PagedStep] | None = None,
+    whole: Callable[[], Step] | None = None,
+    scratch: Sequence[int] = (),
     store_bytes: float = math.inf,
 ) -> Schedule:
-    """Plan `graph` within `budget` and check the plan in the simulator.
+    """Plan `graph` within `budget`, and compile the plan.
 
-    `store_bytes` is the device's room, for a budget that does not say; `whole` makes
-    one instruction of keep-all's program if the budget allows it, and then nothing
-    needs a plan; `prepare` is the executor's. Raises BudgetTooSmall, and PlanInvalid
-    for a planner whose plan exceeds the budget.
+    A percentage is of what keep-all needs, as one compiled program if it is compiled.
+    `store_bytes` is the device's room, for a budget that does not say. `build` compiles
+    a program in stages; without it nothing is compiled. `whole` compiles the function
+    as `jax.jit` does, which is what runs if the budget covers that. `scratch` [N] is
+    what libraries allocate for each node without XLA's knowledge. Raises
+    BudgetTooSmall, and PlanInvalid for a planner whose plan exceeds the budget.
     """
     everything = keep_everything(graph, costs)
-    keep_all_bytes = everything.usage.peak_bytes
-    budget = parse_budget(budget, keep_all_bytes).on_storage_of(store_bytes, graph)
-    if budget.memory_bytes >= keep_all_bytes:
-        logger.info(
-            "the budget, %s, covers the %s that keep-all needs: nothing is repeated or "
-            "paged",
-            budget,
-            format_bytes(keep_all_bytes),
-        )
-    if whole is not None:
-        program = whole(everything.program, costs, budget.memory_bytes)
-        if program is not None:
-            plan = _best_of_all(everything, planner)
-            schedule = Schedule.of(graph, costs, budget, plan, program)
-            if fits(schedule.usage, budget):
-                return schedule
-    try:
-        plan = planner(graph, costs, budget)
-    except BudgetTooSmall as error:
-        if whole is not None and budget.memory_bytes < error.smallest_bytes:
-            program = whole(everything.program, costs, error.smallest_bytes - 1)
-            if program is not None:
-                raise _whole_is_leaner(budget, program, costs, error) from error
-        raise
-    schedule = Schedule.of(graph, costs, budget, plan)
-    if not fits(schedule.usage, budget):
-        raise PlanInvalid(
-            f"{plan.planner} was asked for a plan within {budget}, and its plan uses "
-            f"{schedule.usage}. Its own rules allow that plan, the simulator's do not. "
-            "Type a larger budget for it, or use poet_jax.MilpPlanner()."
-        )
-    if prepare is None:
+    most_bytes = everything.usage.peak_bytes
+    if build is not None:
+        most_bytes = keep_all_bytes(graph, costs, scratch or [0] * len(graph.nodes))
+    budget = parse_budget(budget, most_bytes).on_storage_of(store_bytes, graph)
+
+    def as_whole(memory_bytes: int) -> Schedule | None:
+        if whole is None or everything.usage.peak_bytes > HOPE * memory_bytes:
+            return None
+        step = whole()
+        plan = _best_of_all(everything, planner)
+        schedule = Schedule.of(graph, costs, budget, plan, everything.program)
+        schedule = dataclasses.replace(schedule, step=step, compilations=1)
+        late = budget.seconds is not None and schedule.usage.seconds > budget.seconds
+        return schedule if step.nbytes <= memory_bytes and not late else None
+
+    if (schedule := as_whole(budget.memory_bytes)) is not None:
         return schedule
-    program = prepare(schedule.program, costs, budget.memory_bytes)
-    return Schedule.of(graph, costs, budget, plan, program)
+    step, compilations = None, 0
+    if build is None:
+        plan = planner(graph, costs, budget)
+    else:
+        attempt, compilations = compile_within(
+            graph, costs, planner, budget, build, scratch
+        )
+        plan, step = attempt.plan, attempt.step
+    schedule = Schedule.of(graph, costs, budget, plan)
+    used = _as_compiled(schedule.usage, None if step is None else step.nbytes)
+    if not fits(used, budget):
+        raise PlanInvalid(
+            f"{plan.planner} was asked for a plan within {budget}, and its "
+            f"plan uses {schedule.usage}. Its own rules allow that plan, the "
+            "simulator's do not. Type a larger budget for it, or use "
+            "poet_jax.MilpPlanner()."
+        )
+    return dataclasses.replace(schedule, step=step, compilations=compilations)
+
+
+def _as_compiled(usage: Usage, compiled_bytes: int | None) -> Usage:
+    """`usage` with XLA's own count of memory, if there is one, which is what counts."""
+    if compiled_bytes is None:
+        return usage
+    return dataclasses.replace(usage, peak_bytes=compiled_bytes)
 
 
 def _best_of_all(everything: Judged, planner: Planner) -> Plan:
@@ -250,23 +298,4 @@ def _best_of_all(everything: Judged, planner: Planner) -> Plan:
         objective=objective,
         bound=objective_of(everything.usage, objective),
         status=Status.OPTIMAL,
-    )
-
-
-def _whole_is_leaner(
-    budget: Budget, program: Program, costs: Costs, error: BudgetTooSmall
-) -> BudgetTooSmall:
-    """`error`, with what the step needs as one executable, which is less."""
-    least = simulate(program, costs).peak_bytes
-    return BudgetTooSmall(
-        f"A plan was asked for within {budget}. The step as one executable, as under "
-        f"jax.jit, needs {least} bytes ({format_bytes(least)}), and node by node at "
-        f"least {error.smallest_bytes}. Type a budget of at least {least}, or lower "
-        "the need: a smaller batch, or donate_argnums for the state that the step "
-        "replaces.",
-        smallest_bytes=least,
-        exact=error.exact,
-        least_bytes=least if error.exact else min(least, error.least_bytes),
-        node=error.node,
-        values=error.values,
     )

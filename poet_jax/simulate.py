@@ -5,11 +5,11 @@ import dataclasses
 
 import numpy as np
 
-from poet_jax.compile import Pairs
 from poet_jax.errors import PlanInvalid
-from poet_jax.plan import Compute, Free, PageIn, PageOut
+from poet_jax.in_place import Pairs
+from poet_jax.plan import Action, Compute, Free, PageIn, PageOut
 from poet_jax.price import Costs
-from poet_jax.program import Fused, Instruction, Program, computed
+from poet_jax.program import Program
 from poet_jax.units import format_bytes, format_joules, format_seconds
 
 
@@ -54,52 +54,35 @@ class Usage:
         )
 
 
-# The executor looks for memory to hand over before instructions that take so much.
-HANDED_BYTES = 2**20
-
-
 class Lanes:
     """Two lanes, compute and storage, each in order. While a transfer lasts, compute
     does 1 - costs.contention of what it would do without.
-
-    Args:
-      timed: whether a `Fused` takes what it was measured to take, where that is less
-        than the sum of its nodes, and memory takes costs.handover_seconds to hand over.
-        A run is not more than its nodes unless something else ran meanwhile.
 
     Attributes:
       compute, storage: seconds until each is done with what ran so far.
       departure: seconds until a value's copy to storage is done, while it has not left.
     """
 
-    def __init__(self, program: Program, costs: Costs, timed: bool = False):
-        self.program, self.costs, self._timed = program, costs, timed
-        # The only executable of a step finds its memory where it left it.
-        hands_over = timed and program.computes > 1
-        self._handover_seconds = costs.handover_seconds if hands_over else 0.0
+    def __init__(self, program: Program, costs: Costs):
+        self.program, self.costs = program, costs
         self.compute = self.storage = 0.0
         self._arrival: dict[int, float] = {}
         self.departure: dict[int, float] = {}
         # Of transfers that compute has not passed yet.
         self._transfers: collections.deque[tuple[float, float]] = collections.deque()
 
-    def run(
-        self, instruction: Instruction, replaces: Pairs = ()
-    ) -> tuple[float, float]:
+    def run(self, instruction: Action, replaces: Pairs = ()) -> tuple[float, float]:
         """(start, stop) seconds of the next instruction, which writes over values."""
         costs = self.costs
         start = self.compute
         match instruction:
-            case Compute() | Fused():
-                for value in self.program.reads(instruction):
+            case Compute(number):
+                for value in self.program.graph.nodes[number].reads:
                     start = max(start, self._arrival.pop(value, 0.0))
                 for value, _ in replaces:
                     start = max(start, self.departure.pop(value, 0.0))
                 self.compute = start
-                if self._handover_seconds and self._takes_memory(instruction, replaces):
-                    self._work(self._handover_seconds)
-                for seconds in self._seconds_of(instruction):
-                    self._work(seconds)
+                self._work(float(costs.seconds[number]))
                 return start, self.compute
             case PageOut(value):
                 start = max(start, self._arrival.get(value, 0.0))
@@ -114,20 +97,6 @@ class Lanes:
                 left = self.departure.pop(value, 0.0)
                 self.compute = max(start, left, self._arrival.pop(value, 0.0))
                 return start, self.compute
-
-    def _seconds_of(self, instruction: Compute | Fused) -> list[float]:
-        alone = [float(self.costs.seconds[n]) for n in computed(instruction)]
-        if isinstance(instruction, Fused) and self._timed:
-            if instruction.seconds is not None:
-                return [min(instruction.seconds, sum(alone))]
-        return alone
-
-    def _takes_memory(self, instruction: Compute | Fused, replaces: Pairs) -> bool:
-        """Whether an executable needs much of what others have freed."""
-        nbytes = self.costs.nbytes
-        taken = sum(int(nbytes[v]) for v in self.program.writes(instruction))
-        taken -= sum(int(nbytes[old]) for old, _ in replaces)
-        return taken + workspace_of(instruction, self.costs) >= HANDED_BYTES
 
     def _work(self, seconds: float) -> None:
         """Compute what takes so long without transfers."""
@@ -155,7 +124,7 @@ class Lanes:
 
 
 def simulate(program: Program, costs: Costs) -> Usage:
-    """Judge `program` by the rules that the executor follows.
+    """Judge `program` by the rules that a step follows.
 
     Memory: everything in RAM counts; while a node runs, so do its results and its
     workspace, but not what `program.replaces`; a page-in counts from the moment it is
@@ -191,19 +160,18 @@ def simulate(program: Program, costs: Costs) -> Usage:
 
     for row, instruction in enumerate(program.instructions):
         match instruction:
-            case Compute() | Fused():
-                for value in program.reads(instruction):
+            case Compute(number):
+                node = graph.nodes[number]
+                for value in node.reads:
                     require(value)
                 for old, _ in program.replaces.get(row, ()):
                     resident.remove(old)
                     live -= nbytes[old]
-                writes = program.writes(instruction)
-                live += sum(nbytes[v] for v in writes if v not in resident)
-                resident.update(writes)
-                live_bytes[row] = live + workspace_of(instruction, costs)
-                for number in computed(instruction):
-                    compute_seconds += float(costs.seconds[number])
-                    joules[row] += float(costs.joules[number])
+                live += sum(nbytes[v] for v in node.writes if v not in resident)
+                resident.update(node.writes)
+                live_bytes[row] = live + int(costs.workspace_bytes[number])
+                compute_seconds += float(costs.seconds[number])
+                joules[row] = float(costs.joules[number])
             case PageOut(value):
                 require(value)
                 stored[value] = nbytes[value]
@@ -253,25 +221,6 @@ def simulate(program: Program, costs: Costs) -> Usage:
     )
 
 
-def expected_seconds(program: Program, costs: Costs) -> float:
-    """Seconds of a step as in `simulate`, but with the `Fused` as they were timed, and
-    with the handing over of memory."""
-    lanes = Lanes(program, costs, timed=True)
-    for row, instruction in enumerate(program.instructions):
-        lanes.run(instruction, program.replaces.get(row, ()))
-    return max(lanes.compute, lanes.storage)
-
-
-def workspace_of(instruction: Instruction, costs: Costs) -> int:
-    """Bytes that an instruction takes while it runs, beside values."""
-    match instruction:
-        case Compute(number):
-            return int(costs.workspace_bytes[number])
-        case Fused():
-            return instruction.workspace_bytes
-    return 0
-
-
 def alive_at_peak(
     program: Program, costs: Costs, usage: Usage
 ) -> tuple[str, list[int]]:
@@ -283,10 +232,10 @@ def alive_at_peak(
         program.instructions[: usage.peak_instruction + 1]
     ):
         match instruction:
-            case Compute() | Fused():
+            case Compute(number):
                 resident.difference_update(x for x, _ in program.replaces.get(row, ()))
-                resident.update(program.writes(instruction))
-                node = graph.nodes[computed(instruction)[0]].name
+                resident.update(graph.nodes[number].writes)
+                node = graph.nodes[number].name
             case PageIn(value):
                 resident.add(value)
             case Free(value) if row < usage.peak_instruction:

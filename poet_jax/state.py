@@ -7,17 +7,18 @@ import jax
 import jax.numpy as jnp
 
 from poet_jax.coarsen import coarsen
-from poet_jax.executors.host import HostExecutor
+from poet_jax.emit import emit
+from poet_jax.executor import PagedStep
 from poet_jax.order import order
-from poet_jax.paged import SMALL_BYTES, PagedArray, land
 from poet_jax.plan import Stages
 from poet_jax.program import lower_actions
-from poet_jax.store import PageStore
+from poet_jax.stores.paged import SMALL_BYTES, PagedArray, land
+from poet_jax.stores.store import Store
 from poet_jax.trace import trace
 
 
 def init_paged(
-    init_fn: Callable, store: PageStore, *args: Any, min_bytes: int = SMALL_BYTES
+    init_fn: Callable, store: Store, *args: Any, min_bytes: int = SMALL_BYTES
 ) -> Any:
     """`init_fn(*args)` with its large results in `store`, each as a `PagedArray`.
 
@@ -28,10 +29,11 @@ def init_paged(
     """
     graph = land(order(coarsen(trace(init_fn, *args))), min_bytes)
     program = lower_actions(graph, Stages.empty(graph).actions(graph))
-    return HostExecutor(store, fuse=False)(program)(*args)
+    step = PagedStep(emit(program), store, lambda *given: jax.tree.leaves(given))
+    return step(*args)
 
 
-def to_storage(state: Any, store: PageStore, min_bytes: int = SMALL_BYTES) -> Any:
+def to_storage(state: Any, store: Store, min_bytes: int = SMALL_BYTES) -> Any:
     """`state`, a pytree of arrays, with those of at least `min_bytes` in `store`.
 
     Typed PRNG keys stay in RAM. Raises PageStoreError if the store is full.

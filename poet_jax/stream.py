@@ -16,7 +16,7 @@ from jax import lax
 
 from poet_jax.coarsen import relocate
 from poet_jax.graph import Equation, Graph, Literal, Node, Place
-from poet_jax.paged import row_blocks
+from poet_jax.stores.paged import row_blocks
 from poet_jax.trace import trace
 
 # Equations whose parameters hold no shape, and whose results at an index depend on

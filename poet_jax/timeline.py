@@ -1,4 +1,4 @@
-"""RAM over a step, planned or measured, and what fills it."""
+"""RAM over a step, as planned, and what fills it."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ import numpy as np
 
 from poet_jax.explain import decisions
 from poet_jax.plan import Compute, Free, PageIn
-from poet_jax.program import Fused, Program
+from poet_jax.program import Program
 
 KINDS = ("argument", "keep", "remat", "page")
 
@@ -34,7 +34,7 @@ def timeline(
     stop_seconds: Sequence[float] | np.ndarray,
     live_bytes: Sequence[int] | np.ndarray,
 ) -> Timeline:
-    """The moments of `program`; [I] times and RAM are a `Usage`'s or a `Run`'s.
+    """The moments of `program`; [I] times and RAM are a `Usage`'s.
 
     A page-in takes its RAM when it is issued, which is when the compute lane gets
     there, and not when its transfer starts.
@@ -67,10 +67,10 @@ def timeline(
         zip(program.instructions, rows, strict=True)
     ):
         match x:
-            case Compute() | Fused():
+            case Compute(number):
                 for old, _ in program.replaces.get(row, ()):
                     move(old, False)
-                for value in program.writes(x):
+                for value in graph.nodes[number].writes:
                     move(value, True)
                 note(float(start), int(live))
                 note(clock := float(stop))

@@ -4,6 +4,7 @@ This is the only file that knows the shape of a jaxpr.
 """
 
 import dataclasses
+import itertools
 import os
 import sysconfig
 import traceback
@@ -249,8 +250,29 @@ def _bodies(eqn):
 
 
 def _inner_equations(jaxpr) -> tuple[Equation, ...]:
+    """Of a body and what it calls, over numbers of the body's own: operands first."""
+    equations: list[Equation] = []
+    count = itertools.count()
+
+    def walk(jaxpr, env) -> list["int | Literal"]:
+        def read(var) -> "int | Literal":
+            return Literal(var.val) if isinstance(var, jex_core.Literal) else env[var]
+
+        env |= {var: next(count) for var in jaxpr.constvars}
+        for eqn in jaxpr.eqns:
+            operands = [read(var) for var in eqn.invars]
+            if parameter := _INLINED.get(eqn.primitive.name):
+                body, _ = _open(eqn.params[parameter])
+                results = walk(body, dict(zip(body.invars, operands, strict=True)))
+            else:
+                results = [next(count) for _ in eqn.outvars]
+                equations.append(_equation(eqn, operands, results))
+            env |= dict(zip(eqn.outvars, results, strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
     inner, _ = _open(jaxpr)
-    return tuple(_equation(eqn, (), ()) for eqn in inner.eqns)
+    walk(inner, {var: next(count) for var in inner.invars})
+    return tuple(equations)
 
 
 def _open(jaxpr):

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.core import Tracer
+from jax.core import Tracer, eval_context
+from jax.extend.core import get_opaque_trace_state
 
-from poet_jax import interrupts
 from poet_jax.arguments import StaticArguments, difference
 from poet_jax.associate import associate
 from poet_jax.cache import PlanCache
@@ -26,15 +26,14 @@ from poet_jax.convolution import (
 from poet_jax.depthwise import depthwise_convolutions
 from poet_jax.device import DeviceProfile
 from poet_jax.effects import Effects, effects
+from poet_jax.emit import emit
 from poet_jax.errors import CannotTrace, ClosesOverTracer
-from poet_jax.executors.host import HostExecutor, Run
-from poet_jax.executors.whole import NotPlanned, WholeStep, is_tracing, whole_step
+from poet_jax.executor import HostExecutor, PagedStep, Run, Step
 from poet_jax.fold import fold
 from poet_jax.graph import Graph
-from poet_jax.machine import host
+from poet_jax.machine import host, on_cpu
 from poet_jax.narrow import narrow
 from poet_jax.order import order
-from poet_jax.paged import PagedArray, at_home
 from poet_jax.pareto import Front, pareto
 from poet_jax.plan import BudgetLike, Planner, parse_budget
 from poet_jax.planners.milp import MilpPlanner
@@ -43,6 +42,8 @@ from poet_jax.price import Costs, price
 from poet_jax.program import Program
 from poet_jax.recompute import recompute
 from poet_jax.schedule import Schedule, make_schedule
+from poet_jax.scratch import node_scratch
+from poet_jax.stores.paged import PagedArray, at_home
 from poet_jax.stream import stream
 from poet_jax.trace import trace
 
@@ -82,7 +83,7 @@ class Scheduled:
         *,
         device: DeviceProfile | None,
         planner: Planner | None,
-        executor: Callable[[Program], Any] | None,
+        executor: HostExecutor | None,
         plan_cache: str | os.PathLike | None,
         passes: Sequence[Pass] = PASSES,
         **jit_options: Any,
@@ -103,13 +104,10 @@ class Scheduled:
         self._jitted = jax.jit(fun, **given)
         self._static = StaticArguments(fun, **jit_options)
         self._schedules: dict[Any, Schedule] = {}
-        self._runners: dict[Any, Any] = {}
-        self._prepare = getattr(self.executor, "prepare", None)
-        self._whole = None
-        if getattr(self.executor, "fuses", False):
-            self._whole = functools.partial(whole_step, **given)
+        self._options = given
         self._latest: Any = None
-        self._last_runner: Any = None
+        # What the latest call had that its step does not check, and the step.
+        self._last: tuple[Any, Step | PagedStep | None] = None, None
 
     @property
     def store_bytes(self) -> float:
@@ -119,16 +117,20 @@ class Scheduled:
     @property
     def last_run(self) -> Run | None:
         """What the latest call measured; None before the first."""
-        return None if self._last_runner is None else self._last_runner.last_run
+        return None if self._last[1] is None else self._last[1].last_run
 
     def plan(self, *args: Any, **kwargs: Any) -> Schedule:
         """The schedule for arguments like these: arrays or `jax.ShapeDtypeStruct`s.
 
-        The function does not run and its arguments are not allocated; nodes are
-        compiled and, for a measured device, timed. Raises CannotTrace and
+        The function does not run and its arguments are not allocated; the step is
+        compiled, as only then it is known to fit. Raises CannotTrace and
         BudgetTooSmall.
         """
         return self._plan(self._static.key(args, kwargs), args, kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Schedule:
+        """As `plan`: the name that `jax.jit(fun).lower(*args).compile()` has."""
+        return self.plan(*args, **kwargs)
 
     def pareto(
         self, *args: Any, budgets: Iterable[BudgetLike] | None = None, **kwargs: Any
@@ -148,15 +150,18 @@ class Scheduled:
         `plan`.
         """
         graph = self._traced(args, kwargs)
-        with jax.ensure_compile_time_eval():
+        with eval_context():
             return effects(graph, self.passes, self.device or host())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        runner = self._last_runner
-        if type(runner) is WholeStep:  # nothing more here: steps may take a millisecond
+        call, step = self._last
+        # Nothing more here: steps may take a millisecond.
+        if type(step) is Step and not _is_tracing():
             try:
-                return runner(*args, **kwargs)
-            except (NotPlanned, TypeError):  # TypeError: no argument for jax.jit
+                # XLA's compiled object compares the rest of what a plan is for.
+                if call == self._static.unchecked(args, kwargs):
+                    return step(*args, **kwargs)
+            except TypeError:  # other arguments than it was planned for
                 pass
         traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
         if traced or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
@@ -172,23 +177,16 @@ class Scheduled:
 
     def _run(self, args, kwargs) -> Any:
         key = self._static.key(args, kwargs)
-        if key not in self._runners:
-            with interrupts.let_through():
-                schedule = self._plan(key, args, kwargs)
-                if key not in self._runners:
-                    self._runners[key] = self.executor(schedule.program)
+        step = self._plan(key, args, kwargs).step
+        assert step is not None
         self._latest = key
-        self._last_runner = runner = self._runners[key]
+        self._last = self._static.unchecked(args, kwargs), step
         with contextlib.ExitStack() as stack:
             # Not always: jit would keep an entry for that, too, and look through both
             # from then on, which was seen to make 2 % of a step of 0.4 ms.
-            if is_tracing():
-                stack.enter_context(jax.ensure_compile_time_eval())
-            if isinstance(runner, WholeStep):
-                with runner.allowed():
-                    return runner(*args, **kwargs)
-            dynamic_args, dynamic_kwargs = self._static.remove(args, kwargs)
-            return runner(*dynamic_args, **dynamic_kwargs)
+            if _is_tracing():
+                stack.enter_context(eval_context())
+            return step(*args, **kwargs)
 
     def _plan(self, key, args, kwargs) -> Schedule:
         if key not in self._schedules:
@@ -200,40 +198,63 @@ class Scheduled:
             if self._cache is not None:
                 planner = functools.partial(self._cache.plan, planner)
                 functools.update_wrapper(planner, self.planner)  # keeps its objective
+            scratch = [node_scratch(node) if on_cpu() else 0 for node in graph.nodes]
+            scratch_bytes = max(scratch, default=0)
 
-            step: WholeStep | None = None
+            def whole() -> Step:
+                fun = self._fun
+                if graph.is_lowered:  # a pass changed how something is computed
+                    fun = self._of(graph, graph)
+                return self._step(fun, graph, args, kwargs, scratch_bytes)
 
-            def whole(program: Program, costs: Costs, memory_bytes: float):
-                nonlocal step
-                assert self._whole is not None
-                fun = self._of(program.graph)
-                step = self._whole(fun, program, costs, memory_bytes, args, kwargs)
-                return None if step is None else step.program
+            def build(program: Program, steps: Sequence[Any]) -> Step | PagedStep:
+                emitted = emit(program, steps=steps, trace=self.executor.trace)
+                if emitted.records or graph.stored:
+                    return PagedStep(
+                        emitted, self.executor.store, self._leaves, scratch_bytes
+                    )
+                fun = self._of(graph, emitted)
+                return self._step(
+                    fun, graph, args, kwargs, scratch_bytes, program.recomputed
+                )
 
-            schedule = make_schedule(
-                graph,
-                costs,
-                self.budget,
-                planner,
-                None if self._whole is None or graph.stored else whole,
-                self._prepare,
-                self.store_bytes,
-            )
-            if step is not None and schedule.program is step.program:
-                self._runners[key] = step
-            self._schedules[key] = schedule
+            with eval_context():
+                self._schedules[key] = make_schedule(
+                    graph,
+                    costs,
+                    self.budget,
+                    planner,
+                    build,
+                    None if graph.stored or self.executor.trace else whole,
+                    scratch,
+                    self.store_bytes if self.executor.can_page() else 0,
+                )
             self._latest = key
         return self._schedules[key]
 
-    def _of(self, graph: Graph) -> Callable:
-        """What computes `graph`: the function itself, unless a pass changed how."""
-        if not graph.is_lowered:
-            return self._fun
+    def _step(
+        self, fun: Callable, graph: Graph, args, kwargs, scratch_bytes, recomputed=0
+    ) -> Step:
+        return Step(
+            fun,
+            args,
+            kwargs,
+            held_bytes=sum(graph.values[v].nbytes for v in graph.initial),
+            scratch_bytes=scratch_bytes,
+            recomputed=recomputed,
+            dynamic=self._static.remove if self._static else None,
+            **self._options,
+        )
+
+    def _leaves(self, args, kwargs) -> list[Any]:
+        return jax.tree.leaves(self._static.remove(args, kwargs))
+
+    def _of(self, graph: Graph, flat: Callable[..., list[Any]]) -> Callable:
+        """The function, computed by `flat`, from flat arguments to flat outputs."""
 
         @functools.wraps(self._fun)
         def fun(*args, **kwargs):
-            leaves = jax.tree.leaves(self._static.remove(args, kwargs))
-            return jax.tree.unflatten(graph.out_tree, graph(*leaves))
+            return jax.tree.unflatten(graph.out_tree, flat(*self._leaves(args, kwargs)))
 
         return fun
 
@@ -248,14 +269,11 @@ class Scheduled:
         """What the passes make of a graph of single equations, and its costs."""
         for change in self.passes:
             graph = change(graph)
-        with jax.ensure_compile_time_eval():
-            if self._cache is not None:
-                return graph, self._cache.costs(graph, self.device)
-            device = self.device if self.device is not None else host()
-            return graph, price(graph, device)
+        with eval_context():
+            return graph, price(graph, self.device or host())
 
     def _traced(self, args, kwargs, reason: str = "") -> Graph:
-        leaves = jax.tree.leaves(self._static.remove(args, kwargs))
+        leaves = self._leaves(args, kwargs)
         paged = [n for n, x in enumerate(leaves) if isinstance(x, PagedArray)]
         try:
             if paged:
@@ -269,13 +287,6 @@ class Scheduled:
             ) from error
         if not paged:
             return graph
-        if not hasattr(self.executor, "store"):
-            raise ValueError(
-                f"{self._name} was called with a PagedArray, and its executor, "
-                f"{self.executor!r}, has no store. State on storage needs an "
-                "executor that pages it. Use poet_jax.HostExecutor(store), or "
-                "np.asarray of that argument."
-            )
         return at_home(graph, paged)
 
 
@@ -285,7 +296,7 @@ def _check_options(device: Any, planner: Any, executor: Any) -> None:
         ("device", device, "DeviceProfile", isinstance(device, DeviceProfile),
          "poet_jax.devices.RASPBERRY_PI_4"),
         ("planner", planner, "planner", callable(planner), "poet_jax.MilpPlanner()"),
-        ("executor", executor, "HostExecutor", callable(executor),
+        ("executor", executor, "HostExecutor", isinstance(executor, HostExecutor),
          "poet_jax.HostExecutor()"),
     ):  # fmt: skip
         if given is not None and not right:
@@ -293,6 +304,14 @@ def _check_options(device: Any, planner: Any, executor: Any) -> None:
                 f"A step was asked for with {name}={given!r}. What it takes is an "
                 f"object, a {kind}. Type for example {name}={example}."
             )
+
+
+_NO_TRACE = get_opaque_trace_state()
+
+
+def _is_tracing() -> bool:
+    """Whether this thread is in the midst of another function's trace."""
+    return get_opaque_trace_state() != _NO_TRACE
 
 
 def _shape_of_paged(leaf: Any) -> Any:
@@ -307,7 +326,7 @@ def schedule(
     *,
     device: DeviceProfile | None = None,
     planner: Planner | None = None,
-    executor: Callable[[Program], Any] | None = None,
+    executor: HostExecutor | None = None,
     plan_cache: str | os.PathLike | None = None,
     passes: Sequence[Pass] = PASSES,
     static_argnums: int | Iterable[int] = (),

@@ -8,7 +8,6 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import fnmatch
-import gc
 import itertools
 import logging
 import math
@@ -95,7 +94,7 @@ class MilpPlanner:
     """
 
     solver: str = "CBC"
-    time_limit_seconds: float = 60.0
+    time_limit_seconds: float = 6.0
     gap: float = 1e-4
     objective: str = "energy"
     remat: bool = True
@@ -122,12 +121,6 @@ class MilpPlanner:
     ) -> Plan:
         """A plan that costs no more than `start`, one of this planner's, if that
         fits."""
-        with _no_collections():
-            return self._plan(graph, costs, budget, start)
-
-    def _plan(
-        self, graph: Graph, costs: Costs, budget: Budget, start: Plan | None
-    ) -> Plan:
         numbers = late(graph)
         search = _Search(self, self.restrict(graph), costs, budget, start)
         most = NODES_PER_SECOND * self.time_limit_seconds
@@ -196,20 +189,6 @@ class MilpPlanner:
                 for node, is_repeatable in zip(graph.nodes, repeatable, strict=True)
             ),
         )
-
-
-@contextlib.contextmanager
-def _no_collections() -> Iterator[None]:
-    """Without Python's garbage collections meanwhile: planning makes no cycles to speak
-    of, but so many objects that all which JAX holds would be looked through, again and
-    again, for a third of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _matching(graph: Graph, pin: str, patterns: Iterable[str]) -> set[int]:

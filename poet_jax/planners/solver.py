@@ -21,10 +21,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-import mip
 import numpy as np
-
-xsum: Any = mip.xsum
 
 # A program of many binaries that are of few kinds is solved by kinds. Rows of more
 # terms than the last number are told apart.
@@ -42,6 +39,13 @@ IDLE_SECONDS = 2.0
 # Processes that wait for a program, and what will end each.
 _idle: dict[subprocess.Popen, threading.Timer] = {}
 os.register_at_fork(after_in_child=_idle.clear)  # they answer to the parent
+
+
+def xsum(terms: Iterable[Any]) -> Any:
+    """python-mip's sum of terms."""
+    import mip  # not before something is solved: it loads a solver
+
+    return mip.xsum(terms)
 
 
 def check_solver(solver: str) -> None:
@@ -102,6 +106,8 @@ class Model:
 
     def add_var(self, *, ub: float = math.inf, binary: bool = False) -> Any:
         """A variable, continuous or binary, of at most `ub`."""
+        import mip
+
         self.upper.append(min(ub, 1.0) if binary else ub)
         self.binary.append(binary)
         return mip.Var(self, len(self.upper) - 1)  # pyright: ignore[reportArgumentType]
@@ -240,6 +246,7 @@ def _ask(problem: dict, seconds: float) -> Any:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            process_group=0,  # Ctrl-C is this process's to handle
         )
     assert worker.stdin and worker.stdout
     timer = _timer(seconds + GRACE_SECONDS, worker.kill)

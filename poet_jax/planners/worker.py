@@ -6,7 +6,6 @@
 import gc
 import os
 import pickle
-import signal
 import sys
 import tempfile
 import time
@@ -124,12 +123,11 @@ def build(problem: dict, relaxed: set[int]) -> tuple[Any, list]:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a solver prints is no answer
     os.chdir(tempfile.gettempdir())  # CBC writes programs that it fails at to files
     # A model collected while another one solves would deadlock in python-mip.
-    gc.disable()
+    gc.set_threshold(0)
     while True:
         try:
             problem = pickle.load(sys.stdin.buffer)

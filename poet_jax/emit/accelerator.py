@@ -1,0 +1,40 @@
+"""Stages on GPUs and TPUs, between barriers, which their compilers honour."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from poet_jax.graph import Node
+
+
+def apart(
+    body: Callable[..., list[jax.Array]],
+    operands: Sequence[jax.Array],
+    after: Sequence[jax.Array],
+) -> list[jax.Array]:
+    """`body(operands)`, begun once the arrays `after` are there."""
+    return body(tied(operands, after))
+
+
+def tied(operands: Sequence[Any], after: Sequence[jax.Array]) -> list[Any]:
+    """`operands`, known once the arrays `after` are there."""
+    return lax.optimization_barrier((list(operands), list(after)))[0]
+
+
+def evaluate(node: Node, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """A node's equations."""
+    return node(*operands)
+
+
+def page_out(array: jax.Array, after: Sequence[jax.Array]) -> jax.Array:
+    """A copy in the host's memory, made once the arrays `after` are there."""
+    (held,), _ = lax.optimization_barrier(([array], list(after)))
+    return jax.device_put(held, jax.memory.Space.Host)
+
+
+def page_in(page: jax.Array, after: Sequence[jax.Array]) -> jax.Array:
+    """The device's copy of a page, made once the arrays `after` are there."""
+    (held,), _ = lax.optimization_barrier(([page], list(after)))
+    return jax.device_put(held, jax.memory.Space.Device)

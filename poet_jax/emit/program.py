@@ -1,0 +1,261 @@
+"""Walk a program's stages and transfers, on arrays or tracers."""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from poet_jax.emit import accelerator, cpu
+from poet_jax.emit.stages import Stage, Step, cut
+from poet_jax.plan import Free, PageIn, PageOut
+from poet_jax.program import Program
+from poet_jax.stores import library
+from poet_jax.stores.paged import block_bytes
+
+ACCELERATORS = ("cuda", "gpu", "rocm", "tpu")
+
+
+def emit(
+    program: Program,
+    backend: str | None = None,
+    steps: Sequence[Step] | None = None,
+    trace: bool = False,
+) -> "Emitted":
+    """The program as a JAX function of flat inputs, to be compiled for `backend`.
+
+    It can be given to `jax.jit`, `jax.export` and a sharded `jit`; see `Emitted` for
+    its inputs and results.
+
+    Args:
+      backend: "cpu", "gpu" or "tpu"; by default JAX's own.
+      steps: stages and transfers, of `cut`; by default each node is a stage.
+      trace: whether stages are to be timed, on the CPU.
+
+    Raises ValueError for another backend, and for a program of an instance.
+    """
+    backend = jax.default_backend() if backend is None else backend
+    if backend not in ("cpu", *ACCELERATORS):
+        raise ValueError(
+            f"A program cannot be emitted for backend={backend!r}. The backends are "
+            "'cpu', 'gpu' and 'tpu'. Leave it out for this process's own."
+        )
+    if any(not node.equations for node in program.graph.nodes):
+        raise ValueError(
+            "A program of an instance cannot be emitted. Only graphs from trace(fun, "
+            "*args) hold equations that can run. Use simulate(program, costs)."
+        )
+    return Emitted(program, backend, cut(program) if steps is None else steps, trace)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Emitted:
+    """A program as a function of flat inputs; made by `emit`.
+
+    Inputs are the graph's arguments in flat order, without those on storage; then the
+    copies in RAM of `graph.resident`, in order; then, if the program has `pages`,
+    uint32 [P, 4], where they lie. Results are the outputs in flat order, without those
+    on storage; then what the next step finds in place of the copies; then, if there
+    are pages or stages are timed, uint32 [T, 6] records of transfers and uint32 [S, 2]
+    stamps. `stores.library` says what a place, a record and a stamp hold.
+
+    Attributes:
+      program, backend: as given to `emit`.
+      steps: stages and transfers.
+      is_traced: whether stages are timed.
+    """
+
+    program: Program
+    backend: str
+    steps: Sequence[Step]
+    is_traced: bool = False
+
+    @functools.cached_property
+    def inputs(self) -> tuple[int, ...]:
+        """Values that come in, but for pages."""
+        graph = self.program.graph
+        here = (v for v in graph.arguments if v not in graph.stored)
+        return (*here, *sorted(graph.resident))
+
+    @functools.cached_property
+    def outputs(self) -> tuple[int, ...]:
+        """Values that go out."""
+        graph = self.program.graph
+        landed = {place.leaf for place in graph.landing.values()}
+        here = (
+            v
+            for leaf, v in enumerate(graph.outputs)
+            if leaf not in landed and v not in graph.stored
+        )
+        return (*here, *(graph.successors[v] for v in sorted(graph.resident)))
+
+    @functools.cached_property
+    def pages(self) -> dict[int, range]:
+        """Rows of the places of each value that is paged on the CPU, one a block."""
+        rows: dict[int, range] = {}
+        if self.backend == "cpu":
+            start = 0
+            for x in self.program.instructions:
+                if isinstance(x, PageIn | PageOut) and x.value not in rows:
+                    stop = start + len(self._blocks(x.value) or (0,))
+                    rows[x.value] = range(start, stop)
+                    start = stop
+        return rows
+
+    def _blocks(self, value: int) -> tuple[int, ...] | None:
+        """Bytes of the blocks of an array on storage, if it is paged as a whole."""
+        graph = self.program.graph
+        place = graph.stored.get(value) or graph.landing.get(value)
+        if place is None or place.block is not None:
+            return None
+        return block_bytes(*graph.values[value].kind)
+
+    @functools.cached_property
+    def transfers(self) -> tuple[PageIn | PageOut, ...]:
+        """[T] those whose records go out; one for each of their blocks."""
+        return tuple(x for x in self.steps if isinstance(x, PageIn | PageOut))
+
+    @functools.cached_property
+    def timed(self) -> tuple[Stage, ...]:
+        """[S] the stages whose beginning is timed: all if that was asked for, else
+        those that wait for pages. If all are timed, the last stamp is the end."""
+        if self.backend != "cpu":
+            return ()
+        arrived: set[int] = set()
+        found = []
+        for x in self.steps:
+            if isinstance(x, PageIn):
+                arrived.add(x.value)
+            elif isinstance(x, Stage) and not x.is_open:
+                if self.is_traced or not arrived.isdisjoint(x.reads):
+                    found.append(x)
+                arrived.difference_update(x.reads)
+        return tuple(found)
+
+    @property
+    def records(self) -> bool:
+        """Whether records and stamps go out."""
+        return bool(self.pages) or bool(self.timed)
+
+    def __call__(self, *inputs: Any) -> list[Any]:
+        return _Walk(self, inputs).results()
+
+
+class _Walk:
+    """One evaluation of a program: what is known so far, and what was last made."""
+
+    def __init__(self, emitted: Emitted, inputs: Sequence[Any]):
+        self.emitted, self.graph = emitted, emitted.program.graph
+        self.target: Any = cpu if emitted.backend == "cpu" else accelerator
+        count = len(emitted.inputs)
+        self.known: dict[int, Any] = dict(self.graph.constants)
+        self.known.update(zip(emitted.inputs, inputs[:count], strict=True))
+        self.places: Any = inputs[count] if emitted.pages else None
+        self.last = _usable(inputs[:count])  # what the next stage is to wait for
+        self.paged: dict[int, Any] = {}  # records of pages, or the pages
+        self.records: list[jax.Array] = []
+        self.stamps: list[jax.Array] = []
+
+    def results(self) -> list[Any]:
+        emitted = self.emitted
+        timed = set(map(id, emitted.timed))
+        for step in emitted.steps:
+            match step:
+                case Stage():
+                    if id(step) in timed:
+                        self.stamp()
+                    self.stage(step)
+                case PageOut(value):
+                    self.page_out(value)
+                case PageIn(value):
+                    self.page_in(value)
+                case Free(value):
+                    # Memory is the page's until it is written, and somebody has to
+                    # say so.
+                    self.last += [self.known[value], self.paged[value]]
+        results = [self.known[v] for v in emitted.outputs]
+        if emitted.records:
+            if emitted.is_traced:
+                self.stamp()
+            results.append(
+                jnp.concatenate([jnp.zeros((0, 6), jnp.uint32), *self.records])
+            )
+            results.append(jnp.array(self.stamps, jnp.uint32).reshape(-1, 2))
+        return results
+
+    def stage(self, stage: Stage) -> None:
+        def body(operands: Sequence[Any]) -> list[Any]:
+            known = dict(zip(stage.reads, operands, strict=True))
+            for number in stage.nodes:
+                node = self.graph.nodes[number]
+                results = self.target.evaluate(node, [known[v] for v in node.reads])
+                known.update(zip(node.writes, results, strict=True))
+            return [known[v] for v in stage.writes]
+
+        operands = [self.known[v] for v in stage.reads]
+        after = [x for x in self.last if _usable([x])]
+        if not after:
+            results = body(operands)
+        elif stage.is_open:
+            fresh = [v for v in stage.reads if v not in stage.over]
+            tied = self.target.tied([self.known[v] for v in fresh], after)
+            known = self.known | dict(zip(fresh, tied, strict=True))
+            results = body([known[v] for v in stage.reads])
+            self.last = [*self.last, *_usable(results)]
+        else:
+            results = self.target.apart(body, operands, after)
+            self.last = _usable(results) or self.last
+        self.known.update(zip(stage.writes, results, strict=True))
+
+    def page_out(self, value: int) -> None:
+        array = self.known[value]
+        if self.emitted.backend != "cpu":
+            self.paged[value] = self.target.page_out(array, self.last)
+            return
+        record = library.page_out(
+            array,
+            self.after(),
+            self.places,
+            **self.page(value),
+        )
+        self.paged[value] = record
+        self.records.append(record)
+
+    def page_in(self, value: int) -> None:
+        if self.emitted.backend != "cpu":
+            self.known[value] = self.target.page_in(self.paged[value], self.last)
+            return
+        kind = self.graph.values[value].kind
+        written = self.paged.get(value)
+        self.known[value], record = library.page_in(
+            kind, self.after(), written, self.places, **self.page(value)
+        )
+        self.records.append(record)
+        # The next stage begins after the transfer, of two that could begin at once.
+        self.last.append(library.clock(self.last[0]))
+
+    def page(self, value: int) -> dict[str, Any]:
+        return {
+            "row": self.emitted.pages[value].start,
+            "name": self.graph.values[value].name,
+            "blocks": self.emitted._blocks(value),
+        }
+
+    def after(self) -> jax.Array:
+        """A number that is there when what goes before is done, and stands for it."""
+        self.last = [cpu.known([x for x in self.last if _usable([x])])]
+        return self.last[0]
+
+    def stamp(self) -> None:
+        self.stamps.append(library.clock(self.after()))
+
+
+def _usable(arrays: Iterable[Any]) -> list[Any]:
+    """The first array with an element that can be compared with 0, if there is one."""
+    for x in arrays:
+        x = jnp.asarray(x)
+        if x.size and not jnp.issubdtype(x.dtype, jax.dtypes.extended):
+            return [x]
+    return []

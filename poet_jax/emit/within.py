@@ -1,0 +1,190 @@
+"""Compile a plan until the compiler itself says that it fits."""
+
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from poet_jax.emit.stages import Step, cut
+from poet_jax.errors import BudgetTooSmall
+from poet_jax.graph import Graph, Value
+from poet_jax.plan import Budget, Plan, Planner
+from poet_jax.planners.judge import budget_too_small, judge_plan, keep_everything
+from poet_jax.price import Costs
+from poet_jax.program import Program, lower
+from poet_jax.simulate import simulate
+from poet_jax.units import format_bytes
+
+logger = logging.getLogger("poet_jax")
+
+ROUNDS = 4
+# Of what is beside arguments and results: XLA's arena was seen to be 2 to 12 % larger
+# than what lives in it at once.
+MARGIN = 0.1
+# A stage may fill this much of the room: with larger ones XLA needs a tenth more of it,
+# and what it then fuses besides is worth less.
+STAGES = 0.7
+# What is planned for the same share of room may need a little more of it.
+CLOSER = 0.98
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """A plan as it was compiled.
+
+    Attributes:
+      plan, program, steps: the plan, its instructions, and these as stages.
+      planned_bytes: by the simulator, with room for results from the beginning.
+      step: what was compiled; its `nbytes` are XLA's own count.
+    """
+
+    plan: Plan
+    program: Program
+    steps: Sequence[Step]
+    planned_bytes: int
+    step: Any
+
+
+def compile_within(
+    graph: Graph,
+    costs: Costs,
+    planner: Planner,
+    budget: Budget,
+    build: Callable[[Program, Sequence[Step]], Any],
+    scratch: Sequence[int],
+) -> tuple[Attempt, int]:
+    """A plan whose compiled step needs at most the budget, and how often was compiled.
+
+    Where the compiler needs more, the plan is made again for so much less, in smaller
+    stages; at last the leanest plan is tried with each node as a stage. Raises
+    BudgetTooSmall, which says what was tried, if that does not fit either.
+
+    `build` compiles a program in stages; `scratch` [N] is what libraries allocate for
+    each node without XLA's knowledge.
+    """
+    limit = budget.memory_bytes
+    seen, seen_costs = as_allocated(graph, costs, scratch)
+    held_bytes = _held_bytes(seen, seen_costs)
+    allowed = int(limit - MARGIN * max(0, limit - held_bytes))
+    refused: BudgetTooSmall | None = None
+    tried: list[Attempt] = []
+    for number in range(1, ROUNDS + 1):
+        last = number == ROUNDS or refused is not None
+        if refused is None:
+            within = dataclasses.replace(budget, memory_bytes=1 if last else allowed)
+            try:
+                plan = planner(seen, seen_costs, within)
+            except BudgetTooSmall as error:
+                if error.smallest_bytes <= within.memory_bytes:
+                    raise  # something else than memory does not fit
+                refused = error
+                within = dataclasses.replace(budget, memory_bytes=error.smallest_bytes)
+                plan = planner(seen, seen_costs, within)
+        program = lower(graph, plan)
+        stage_bytes = 0 if last else held_bytes + STAGES * (allowed - held_bytes)
+        steps = cut(program, seen_costs, stage_bytes)
+        planned_bytes = simulate(lower(seen, plan), seen_costs).peak_bytes
+        step = build(program, steps)
+        tried.append(Attempt(plan, program, steps, planned_bytes, step))
+        excess = step.nbytes - limit
+        logger.info(
+            "compilation %d: planned %s in %d stages and transfers, compiled %s of %s",
+            number,
+            format_bytes(planned_bytes),
+            len(steps),
+            format_bytes(step.nbytes),
+            format_bytes(limit),
+        )
+        if excess <= 0:
+            return tried[-1], number
+        if last:
+            break
+        # XLA's own room is in proportion to what lives in it.
+        room = (limit - held_bytes) / max(step.nbytes - held_bytes, 1)
+        planned = min(allowed, planned_bytes) - held_bytes
+        allowed = max(1, held_bytes + int(CLOSER * room * planned))
+    leanest = tried[-1]
+    raise budget_too_small(
+        seen,
+        seen_costs,
+        budget,
+        judge_plan(seen, seen_costs, leanest.plan),
+        leanest.plan.planner,
+        least_bytes=0 if refused is None else refused.least_bytes,
+        compiled_bytes=leanest.step.nbytes,
+    )
+
+
+def keep_all_bytes(graph: Graph, costs: Costs, scratch: Sequence[int]) -> int:
+    """What keep-all needs as one compiled program, as far as is known before."""
+    seen, seen_costs = as_allocated(graph, costs, scratch)
+    held_bytes = _held_bytes(seen, seen_costs)
+    room_bytes = keep_everything(seen, seen_costs).usage.peak_bytes - held_bytes
+    return held_bytes + math.ceil(room_bytes / (1 - MARGIN))
+
+
+def _held_bytes(graph: Graph, costs: Costs) -> int:
+    """In RAM throughout, beside what XLA plans its own room for."""
+    return sum(int(costs.nbytes[v]) for v in graph.initial)
+
+
+def as_allocated(
+    graph: Graph, costs: Costs, scratch: Sequence[int]
+) -> tuple[Graph, Costs]:
+    """Graph and costs as a planner is to see them for one compiled program.
+
+    XLA has room for each result from the beginning of the step, unless it replaces a
+    donated argument of its shape and type, and keeps the room of each argument to the
+    end. So results take no room of their own when they are computed; one argument more,
+    which nobody reads, stands for them all. An argument that no result replaces is not
+    freed, and neither arguments nor results are paged out. XLA's own room keeps its
+    size, too, so that the most of `scratch` comes on top of that, whenever it is taken.
+    Nodes and values keep their numbers.
+    """
+    donated = [v for v in graph.donated if v not in graph.stored]
+    unpaired: dict[Any, int] = {}
+    for v in donated:
+        kind = graph.values[v].kind
+        unpaired[kind] = unpaired.get(kind, 0) + 1
+    nbytes = np.array(costs.nbytes)
+    own_bytes, replaced = max(scratch, default=0), set()
+    for v in graph.returned:
+        if v in graph.producer:
+            kind = graph.values[v].kind
+            if unpaired.get(kind):
+                unpaired[kind] -= 1
+                replaced.add(kind)
+            elif v not in graph.landing:
+                own_bytes += int(nbytes[v])
+                nbytes[v] = 0
+    here = {v for v in graph.arguments if v not in graph.stored}.union(graph.returned)
+    values = tuple(
+        dataclasses.replace(
+            value,
+            nbytes=int(nbytes[v]),
+            pageable=value.pageable and v not in here,
+        )
+        for v, value in enumerate(graph.values)
+    )
+    results = len(values)
+    kept = {v for v in donated if graph.values[v].kind not in replaced}
+    seen = dataclasses.replace(
+        graph,
+        values=(*values, Value("results", own_bytes, pageable=False)),
+        constants={**graph.constants, results: None},
+        donated=graph.donated - kept,
+    )
+    more = {
+        name: np.append(column, 0)
+        for name, column in vars(costs).items()
+        if name.startswith("page_")
+    }
+    return seen, dataclasses.replace(
+        costs,
+        nbytes=np.append(nbytes, own_bytes),
+        workspace_bytes=np.maximum(costs.workspace_bytes - np.array(scratch, int), 0),
+        **more,
+    )

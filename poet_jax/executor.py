@@ -1,0 +1,449 @@
+"""A program as one compiled step: what happens at a call, and what it measured."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from poet_jax import progress
+from poet_jax.emit import Emitted
+from poet_jax.graph import Graph
+from poet_jax.plan import Compute, PageIn, PageOut
+from poet_jax.stores import FileStore, HostStore, PagedArray, Store, library
+from poet_jax.stores.paged import copied, drop_copies
+from poet_jax.stores.store import SECTOR_BYTES
+from poet_jax.units import format_bytes, format_count, format_seconds
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """When a stage or a transfer ran, in seconds from the beginning of the step.
+
+    Attributes:
+      name: of the stage's nodes, or of the value that was moved.
+      lane: "compute" or "storage".
+    """
+
+    name: str
+    lane: str
+    start_seconds: float
+    stop_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one call of a step measured.
+
+    Attributes:
+      seconds: wall-clock time of the call.
+      peak_bytes: most RAM of array data and workspace, by XLA's own count.
+      bytes_paged_in, bytes_paged_out: moved from and to the store.
+      recomputed: nodes that ran again.
+      storage_seconds: that reading and writing took.
+      waiting_seconds: of these, those in which a stage waited for its pages.
+      spans: transfers on the CPU, and stages if the executor traces.
+    """
+
+    seconds: float
+    peak_bytes: int
+    bytes_paged_in: int = 0
+    bytes_paged_out: int = 0
+    recomputed: int = 0
+    storage_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+    spans: tuple[Span, ...] = dataclasses.field(default=(), repr=False)
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Storage seconds under which computing went on."""
+        return max(0.0, self.storage_seconds - self.waiting_seconds)
+
+    def __str__(self) -> str:
+        return (
+            f"{format_seconds(self.seconds)}, peak {format_bytes(self.peak_bytes)}, "
+            f"{format_bytes(self.bytes_paged_out)} paged out, "
+            f"{format_bytes(self.bytes_paged_in)} in, "
+            f"{format_count(self.recomputed, 'node')} run again"
+        )
+
+
+def default_store() -> Store:
+    """Where pages go: to a file, or from an accelerator to the host's memory."""
+    return FileStore() if jax.default_backend() == "cpu" else HostStore()
+
+
+class HostExecutor:
+    """Compiles programs for JAX's default backend, and pages through `store`.
+
+    Args:
+      store: where pages go; by default a `FileStore` in the system's folder for
+        temporary files, or the host's memory if arrays are on an accelerator.
+      trace: whether `Run.spans` has the times of stages, on the CPU. It needs the C++
+        compiler that paging to files needs.
+    """
+
+    def __init__(self, store: Store | None = None, trace: bool = False):
+        self._store, self.trace = store, trace
+
+    @property
+    def store(self) -> Store:
+        """Where pages go."""
+        if self._store is None:
+            self._store = default_store()
+        return self._store
+
+    def can_page(self) -> bool:
+        """Whether pages can be moved here."""
+        return jax.default_backend() != "cpu" or library.is_available()
+
+
+class Step:
+    """A function compiled for arguments like those that were planned for.
+
+    A call costs what one of XLA's compiled object does, which raises TypeError for
+    other arguments before anything runs. It returns when the step is
+    done, so that no two share the memory.
+
+    Args:
+      fun: what is compiled, for `args` and `kwargs`, arrays or shapes.
+      dynamic: (args, kwargs) to those that are not static; None if all are so.
+      held_bytes: of its arguments and constants.
+      scratch_bytes: that libraries allocate without XLA's knowledge.
+      recomputed: nodes that run again.
+      jit_options: of `jax.jit`.
+
+    Attributes:
+      compiled: XLA's compiled object.
+      nbytes: RAM while it runs, by XLA's own count, arguments and results included.
+      last_run: what the latest call measured.
+    """
+
+    def __init__(
+        self,
+        fun: Callable,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        dynamic: Callable[[tuple, dict[str, Any]], tuple[tuple, dict]] | None = None,
+        held_bytes: int,
+        scratch_bytes: int = 0,
+        recomputed: int = 0,
+        **jit_options: Any,
+    ):
+        lowered = jax.jit(fun, **jit_options).lower(*args, **kwargs)
+        with progress.line(lambda: "compiling"):
+            self.compiled = lowered.compile()
+        analysis = self.compiled.memory_analysis()
+        assert analysis is not None, "this backend does not say what a step needs"
+        new_bytes = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        self.nbytes = int(
+            held_bytes + new_bytes + analysis.temp_size_in_bytes + scratch_bytes
+        )
+        self._dynamic = dynamic
+        self._recomputed = recomputed
+        self._seconds = 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if copied:  # memory that this step does not know of
+            drop_copies()
+        if self._dynamic is not None:
+            args, kwargs = self._dynamic(args, kwargs)
+        return self.run(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """A call without static arguments, whatever else is in RAM."""
+        start = time.perf_counter()
+        try:
+            result = jax.block_until_ready(self.compiled(*args, **kwargs))
+        except Exception as error:
+            if "deleted or donated" in str(error):
+                raise RuntimeError(
+                    "A step was given an array that has been deleted. An argument that "
+                    "was donated to an earlier call is gone. Use what that call "
+                    "returned."
+                ) from error
+            # Of jax_debug_nans and jax_debug_infs; jax.jit makes it the public one.
+            if type(error).__name__ != "InternalFloatingPointError":
+                raise
+            name, kind = error.args
+            raise FloatingPointError(
+                f"invalid value ({kind}) encountered in {name}"
+            ) from error
+        self._seconds = time.perf_counter() - start
+        return result
+
+    @property
+    def last_run(self) -> Run:
+        return Run(self._seconds, self.nbytes, recomputed=self._recomputed)
+
+
+class PagedStep:
+    """A step that moves pages, or has state on storage.
+
+    Every array that it writes to the store is a new one, so that a step that fails
+    leaves state on storage as it was.
+
+    Args:
+      emitted: the program, and its stages.
+      store: where pages go.
+      leaves_of: (args, kwargs) to the graph's arguments in flat order.
+      shapes: [arguments] of the flat arguments; those on storage are not looked at.
+      scratch_bytes: that libraries allocate without XLA's knowledge.
+
+    Attributes:
+      compiled, nbytes: as of `Step`.
+      last_run: what the latest call measured.
+
+    Raises PageStoreError if pages cannot be moved here.
+    """
+
+    def __init__(
+        self,
+        emitted: Emitted,
+        store: Store,
+        leaves_of: Callable[[tuple, dict[str, Any]], list[Any]],
+        scratch_bytes: int = 0,
+    ):
+        if emitted.records:
+            library.load()
+        self._emitted, self._store, self._leaves_of = emitted, store, leaves_of
+        self.graph = graph = emitted.program.graph
+        shapes = [graph.values[v].aval for v in emitted.inputs]
+        if emitted.pages:
+            rows = sum(map(len, emitted.pages.values()))
+            shapes.append(jax.ShapeDtypeStruct((rows, 4), np.uint32))
+        gone = graph.donated | graph.resident
+        self._step = Step(
+            emitted,
+            shapes,
+            {},
+            held_bytes=sum(graph.values[v].nbytes for v in graph.initial),
+            scratch_bytes=scratch_bytes,
+            donate_argnums=[n for n, v in enumerate(emitted.inputs) if v in gone],
+            keep_unused=True,
+        )
+        self.compiled, self.nbytes = self._step.compiled, self._step.nbytes
+        self._offsets, self._room_bytes = _room(emitted)
+        self.last_run = Run(0.0, self.nbytes)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves = self._leaves_of(args, kwargs)
+        start = time.perf_counter()
+        graph = self.graph
+        given = dict(zip(graph.arguments, leaves, strict=True))
+        for value, leaf in given.items():
+            if isinstance(leaf, jax.Array | PagedArray) and leaf.is_deleted():
+                raise RuntimeError(
+                    f"{graph.values[value].name} was given as an array of shape "
+                    f"{leaf.shape} that has been deleted. An argument that was donated "
+                    "to an earlier call is gone. Use what that call returned."
+                )
+        copies = {v: self._copy(leaves, v) for v in sorted(graph.resident)}
+        drop_copies()  # those of other steps are memory that this plan does not know of
+        room = None
+        landed: dict[int, PagedArray] = {}  # by flat output
+        try:
+            if self._room_bytes:
+                room = self._store.allocate(self._room_bytes, "pages of a step")
+            for place in graph.landing.values():
+                value = graph.outputs[place.leaf]
+                if place.leaf not in landed:
+                    landed[place.leaf] = PagedArray(
+                        self._store, *graph.values[value].kind, graph.values[value].name
+                    )
+            inputs = [
+                copies[v] if v in copies else given[v] for v in self._emitted.inputs
+            ]
+            if self._emitted.pages:
+                inputs.append(self._places(leaves, landed, room))
+            results = self._step.run(*inputs)
+        except BaseException as error:
+            for paged in landed.values():
+                paged.delete()
+            if (failure := library.page_error(error)) is not None:
+                raise failure from error
+            raise
+        finally:
+            if room is not None:
+                self._store.free(room)
+        records, stamps = self._records(results)
+        written = dict(records)  # what lands is paged out once
+        for value, place in graph.landing.items():
+            checksums = written[PageOut(value)][:, 0].tolist()
+            landed[place.leaf].set_checksums(place.block, checksums)
+        self.last_run = self._measured(start, records, stamps)
+        return jax.tree.unflatten(
+            graph.out_tree, self._outputs(leaves, landed, results)
+        )
+
+    def _copy(self, leaves: Sequence[Any], value: int) -> jax.Array:
+        """The copy in RAM of an argument on storage, which is read if there is none."""
+        place, described = self.graph.stored[value], self.graph.values[value]
+        copy = leaves[place.leaf].take_copy(place.block)
+        if copy is None:
+            data = np.empty(described.nbytes, np.uint8)
+            leaves[place.leaf].read(data, place.block, described.name)
+            copy = jax.device_put(data.view(described.dtype).reshape(described.shape))
+        return copy
+
+    def _places(
+        self, leaves: Sequence[Any], landed: dict[int, PagedArray], room: int | None
+    ) -> np.ndarray:
+        """[P, 4] for `Emitted.pages`."""
+        graph = self.graph
+        rows = []
+        for value in self._emitted.pages:
+            name = graph.values[value].name
+            if value in graph.stored:
+                place = graph.stored[value]
+                rows += leaves[place.leaf].places(place.block, name)
+            elif value in graph.landing:
+                place = graph.landing[value]
+                rows += landed[place.leaf].places(place.block, name)
+            else:
+                sector = ((room or 0) + self._offsets[value]) // SECTOR_BYTES
+                rows.append(
+                    (self._store.descriptor(), sector, int(self._store.is_direct), 0)
+                )
+        return np.array(rows, np.uint32)
+
+    def _records(
+        self, results: list[Any]
+    ) -> tuple[list[tuple[PageIn | PageOut, np.ndarray]], np.ndarray]:
+        """([blocks, 6] of each transfer, [S, 2] stamps), taken off `results`."""
+        if not self._emitted.records:
+            return [], np.zeros((0, 2), np.uint32)
+        stamps, table = np.asarray(results.pop()), np.asarray(results.pop())
+        records, start = [], 0
+        for transfer in self._emitted.transfers:
+            stop = start + len(self._emitted.pages[transfer.value])
+            records.append((transfer, table[start:stop]))
+            start = stop
+        return records, stamps
+
+    def _outputs(
+        self, leaves: Sequence[Any], landed: dict[int, PagedArray], results: list[Any]
+    ) -> list[Any]:
+        """The flat outputs, in RAM or on storage; donated arguments on storage go."""
+        graph = self.graph
+        here = iter(results)
+        outputs = [
+            landed[leaf]
+            if leaf in landed
+            else leaves[graph.stored[value].leaf]
+            if value in graph.stored
+            else next(here)
+            for leaf, value in enumerate(graph.outputs)
+        ]
+        for value, copy in zip(sorted(graph.resident), here, strict=True):
+            new = graph.successors[value]
+            place = graph.landing.get(new) or graph.stored[value]
+            holder = landed if new in graph.landing else leaves
+            holder[place.leaf].keep_copy(place.block, copy)
+        kept = set(map(id, outputs))
+        for value in graph.donated.intersection(graph.stored):
+            paged = leaves[graph.stored[value].leaf]
+            if id(paged) not in kept:
+                paged.delete()
+        return outputs
+
+    def _measured(
+        self,
+        start: float,
+        records: list[tuple[PageIn | PageOut, np.ndarray]],
+        stamps: np.ndarray,
+    ) -> Run:
+        graph, emitted = self.graph, self._emitted
+        moved = {kind: 0 for kind in (PageIn, PageOut)}
+        seconds = time.perf_counter() - start
+        began = time.monotonic() - seconds  # on the clock of the stamps
+        spans, arrivals = [], {}
+        for transfer, rows in records:
+            starts, stops = _seconds(rows[:, 1:3]), _seconds(rows[:, 3:5])
+            moved[type(transfer)] += graph.values[transfer.value].nbytes
+            word = "page in" if isinstance(transfer, PageIn) else "page out"
+            name = f"{word} {graph.values[transfer.value].name}"
+            for first, last in zip(starts, stops, strict=True):
+                spans.append(Span(name, "storage", first - began, last - began))
+            if isinstance(transfer, PageIn):
+                arrivals[transfer.value] = stops.max()
+        storage = sum(x.stop_seconds - x.start_seconds for x in spans)
+        waiting = 0.0
+        times = _seconds(stamps)
+        for stage, time_ in zip(emitted.timed, times, strict=False):
+            here = [arrivals.pop(v) for v in stage.reads if v in arrivals]
+            waiting += max(0.0, max(here, default=0.0) - time_)
+        if emitted.is_traced:
+            for stage, first, last in zip(
+                emitted.timed, times, times[1:], strict=False
+            ):
+                spans.append(
+                    Span(
+                        _name(graph, stage.nodes),
+                        "compute",
+                        first - began,
+                        last - began,
+                    )
+                )
+        return Run(
+            seconds,
+            self.nbytes,
+            moved[PageIn],
+            moved[PageOut],
+            emitted.program.recomputed,
+            storage,
+            waiting,
+            tuple(spans),
+        )
+
+
+def _name(graph: Graph, nodes: Sequence[int]) -> str:
+    names = dict.fromkeys((graph.nodes[nodes[0]].name, graph.nodes[nodes[-1]].name))
+    return " to ".join(names)
+
+
+def _seconds(halves: np.ndarray) -> np.ndarray:
+    """[N] seconds of [N, 2] nanoseconds, low and high half."""
+    wide = halves.astype(np.uint64)
+    return (wide[:, 0] + (wide[:, 1] << np.uint64(32))) / 1e9
+
+
+def _room(emitted: Emitted) -> tuple[dict[int, int], int]:
+    """Offset of each page that only this step has, and bytes of them all.
+
+    A page has its room until something has read what came back: only then is it sure
+    that no later transfer overtakes the reading.
+    """
+    program = emitted.program
+    graph = program.graph
+    free: list[tuple[int, int]] = []  # (offset, bytes)
+    taken: dict[int, tuple[int, int]] = {}
+    returned: dict[int, tuple[int, int]] = {}  # not read yet
+    offsets: dict[int, int] = {}
+    end = 0
+    for row, x in enumerate(program.instructions):
+        match x:
+            case PageOut(value) if value not in graph.landing:
+                size = -(-graph.values[value].nbytes // SECTOR_BYTES) * SECTOR_BYTES
+                offset, length = next((x for x in free if x[1] >= size), (end, 0))
+                if length:
+                    free.remove((offset, length))
+                    free.append((offset + size, length - size))
+                end = max(end, offset + size)
+                offsets[value], taken[value] = offset, (offset, size)
+            case PageIn(value) if value in taken:
+                if program.last_page_in[value] == row:
+                    returned[value] = taken.pop(value)
+            case Compute(number):
+                for value in graph.nodes[number].reads:
+                    if value in returned:
+                        free.append(returned.pop(value))
+    return offsets, end
+
+
+def release() -> None:
+    """Drop the copies of `PagedArray`s that steps left in RAM for the next call."""
+    drop_copies()
