@@ -4,12 +4,12 @@
 
 trains a small network with its state on storage, in a budget that makes it page and
 rematerialise, for 2,000 steps, and prints what the process holds after a tenth of them
-and at the end: physical memory, bytes in the store, size of its file, threads and open
-files. Written to experiments/results/endurance. Takes about three minutes on two cores.
-Expect the same numbers twice, but for a few MiB of memory, which it says.
+and at the end: physical memory without what malloc keeps idle and what the step left in
+RAM of its state, bytes in the store, size of its file, threads and open files. Written
+to experiments/results/endurance. Takes about three minutes on two cores. Expect the
+same numbers twice, but for a few MiB of memory, which it says.
 """
 
-import gc
 import os
 import threading
 
@@ -34,8 +34,8 @@ WIDTH, HIDDEN, LAYERS, BATCH = 128, 512, 4, 512
 
 def held(store: poet_jax.FileStore) -> dict[str, int]:
     """What the process holds now."""
-    gc.collect()
     poet_jax.release()
+    memory.settle()
     return {
         "resident_bytes": memory.resident_bytes(),
         "store_bytes": store.nbytes,

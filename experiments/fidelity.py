@@ -98,8 +98,6 @@ def compare() -> dict:
         options = {
             "planner": planner,
             "device": poet_jax.devices.RASPBERRY_PI_4,
-            # Fused, two plans may round differently.
-            "executor": poet_jax.HostExecutor(fuse=False),
         }
         difference = gradient_difference(fresh(), batches[0], options)
         model = fresh()

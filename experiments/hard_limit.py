@@ -4,12 +4,12 @@
 
 Two child processes in turn, one that trains with poet_jax within a budget and one that
 trains with `jax.jit`, get everything ready: data, state, compiled executables. Then a
-memory limit is set on them: what they hold at that moment, without cached files and
-the step's arguments, plus the budget and 8 MiB. They run three steps. The child with a
-budget finishes; the other is killed by the kernel. Both outcomes are printed, and
-written to a file of the model's name in experiments/results/hard_limit. Needs Linux and
-a memory cgroup that this user may make: root has that in most containers. Takes about
-two minutes on two cores.
+memory limit is set on them: what they hold at that moment, without cached files, what
+malloc keeps idle and the step's arguments, plus the budget and 8 MiB. They run three
+steps. The child with a budget finishes; the other is killed by the kernel. Both
+outcomes are printed, and written to a file of the model's name in
+experiments/results/hard_limit. Needs Linux and a memory cgroup that this user may make:
+root has that in most containers. Takes about two minutes on two cores.
 
     python -m experiments.hard_limit --paged_state --model=bert12 --dataset=words \
         --batch_size=8 --budget=384MiB --time_limit=60
@@ -30,7 +30,7 @@ from absl import app, flags
 
 import poet_jax
 from experiments import memory
-from experiments.steps import flax_case, in_ram, training_step, write_result
+from experiments.steps import TrainingStep, flax_case, in_ram, write_result
 from poet_jax.units import format_bytes
 
 MODEL = flags.DEFINE_string("model", "resnet18", "Model; see experiments.models.")
@@ -55,41 +55,36 @@ SLACK_BYTES = 8 * 2**20
 def child(kind: str) -> None:
     """Get ready, say so, wait for a line on standard input, and train."""
     case = flax_case(MODEL.value, BATCH_SIZE.value, DATASET.value)
-    optimizer = optax.adamw(1e-3)
-
-    def init():
-        params, rest, batch = case.init()
-        return (params, rest, optimizer.init(params)), batch
-
-    plain = training_step(case.loss, optimizer)
-    step, budget_bytes = jax.jit(plain, donate_argnums=0), LIMIT.value
+    training = TrainingStep.of(case, optax.adamw(1e-3))
+    step, budget_bytes = jax.jit(training.step, donate_argnums=0), LIMIT.value
     state = batch = None
     if kind == "poet_jax":
         store = poet_jax.FileStore()
         planner = poet_jax.MilpPlanner(time_limit_seconds=TIME_LIMIT.value)
         step = poet_jax.schedule(
-            plain,
+            training.step,
             BUDGET.value,
             planner=planner,
             donate_argnums=0,
             executor=poet_jax.HostExecutor(store),
         )
-        state, batch = init()
+        state, batch = training.init()
         if PAGED_STATE.value:
             state = poet_jax.to_storage(state, store)
         budget_bytes = step.plan(state, batch).budget.memory_bytes
     elif PAGED_STATE.value:
-        step.lower(*jax.eval_shape(init)).compile()
+        step.lower(*jax.eval_shape(training.init)).compile()
     else:
-        state, batch = init()
+        state, batch = training.init()
     if state is not None:
         state, loss = jax.block_until_ready(step(state, batch))
-    poet_jax.release()
+    poet_jax.release()  # what the step left in RAM of state on storage
+    memory.settle()
     ready = {"arguments": in_ram((state, batch)), "budget": budget_bytes}
     print(json.dumps(ready), flush=True)
     sys.stdin.readline()
     if state is None:
-        state, batch = init()
+        state, batch = training.init()
     for _ in range(STEPS.value):
         state, loss = jax.block_until_ready(step(state, batch))
     print(json.dumps({"loss": float(loss)}), flush=True)

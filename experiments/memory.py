@@ -1,12 +1,16 @@
 """Memory of processes, as the operating system counts and limits it (Linux)."""
 
 import contextlib
+import ctypes
+import gc
 import os
 import pathlib
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+
+import jax
 
 ROOT = pathlib.Path("/sys/fs/cgroup")
 SAMPLE_SECONDS = 2e-4
@@ -39,15 +43,59 @@ def _status_bytes(field: str) -> int:
     )
 
 
+def settle() -> None:
+    """Give the system back what nobody uses: what Python has not collected, and what
+    malloc (glibc's) keeps."""
+    time.sleep(0.1)  # XLA frees a little after its results are ready
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
+class Rise:
+    """How far steps raise what the process holds, over what it held besides their
+    arguments when this was made; to be compared with a budget.
+
+    On an accelerator it is what its allocator was seen to have in use.
+
+    Attributes:
+      last_bytes: of the last step that was watched.
+      most_bytes: of all of them.
+    """
+
+    def __init__(self):
+        settle()
+        self.held_bytes = _held_bytes()
+        self.last_bytes = self.most_bytes = 0
+
+    @contextlib.contextmanager
+    def of(self, argument_bytes: int) -> Iterator[None]:
+        """While it lasts, steps run whose arguments, held before, have so many."""
+        with _most_held() as most:
+            yield
+            self.last_bytes = most() - (self.held_bytes - argument_bytes)
+        self.most_bytes = max(self.most_bytes, self.last_bytes)
+
+
+def _held_bytes() -> int:
+    """By the process, or on an accelerator by its allocator's count."""
+    counts = jax.local_devices()[0].memory_stats()
+    return resident_bytes() if counts is None else counts["bytes_in_use"]
+
+
 @contextlib.contextmanager
-def sampled(read: Callable[[], int]) -> Iterator[Callable[[], int]]:
-    """While it lasts, a thread reads what `read` says; the most of that so far."""
+def _most_held() -> Iterator[Callable[[], int]]:
+    """While it lasts, what `_held_bytes` was at most since it began."""
+    if jax.default_backend() == "cpu":
+        reset_high_water()
+        yield high_water_bytes
+        return
+    # Its own high-water mark has what autotuning took, and cannot be reset.
     most, done = 0, threading.Event()
 
     def sample() -> None:
         nonlocal most
         while not done.wait(SAMPLE_SECONDS):
-            most = max(most, read())
+            most = max(most, _held_bytes())
 
     thread = threading.Thread(target=sample)
     thread.start()

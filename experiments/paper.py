@@ -31,8 +31,8 @@ from experiments import points
 from experiments.layer_graphs import DEFAULT_FOLDER, instance_paths
 from experiments.steps import read_rows
 from poet_jax.figures import new_figure
-from poet_jax.paged import at_home
 from poet_jax.planners.judge import keep_everything
+from poet_jax.stores.paged import at_home
 
 QUESTIONS = ("ram", "instances", "deadline", "smallest", "rules")
 QUESTION = flags.DEFINE_enum("question", None, QUESTIONS, "What to ask.")

@@ -1,20 +1,24 @@
-"""Does a plan say how long a step takes? Predicted beside measured seconds.
+"""Does the model of this machine say how long a step takes? Planned beside measured.
 
     python -m experiments.prediction
 
-prices every node of a training step on this machine, one by one, and adds them up, for
-ResNet-18 (batch of 64) and a BERT of two layers; then runs the step, everything kept,
-node by node as it was priced, and as one executable under `jax.jit`, in turns. It
-writes a row for each model to experiments/results/prediction/prediction.csv, in about
-three minutes on two cores. Expect a predicted step within a tenth of what is measured;
-on a machine with other work, of which pricing sees as little as a plan, it is less.
-With --nodes it prints the nodes whose times differ most.
+adds up the modelled seconds of the nodes of training steps with AdamW, everything kept,
+and times `jax.jit` of the same step: as it was written, and in the forms that
+`poet_jax.PASSES` give it. Then it times the distinct nodes of the latter one by one
+(`price(..., measure=True)`), and compares what the model says of each: rank correlation
+and the quartiles of planned over measured. The machine is calibrated anew before each
+model, as other work on it would count otherwise; with --kept it is `poet_jax.host()`.
+It writes experiments/results/prediction/prediction.csv, in about ten minutes on two
+cores, and with --nodes it prints the nodes that are furthest off.
 """
 
 import csv
+import dataclasses
+import functools
 import pathlib
 import statistics
 import time
+from collections.abc import Callable
 
 import jax
 import numpy as np
@@ -22,93 +26,159 @@ import optax
 from absl import app, flags, logging
 
 import poet_jax
-from experiments.steps import flax_case, training_step
+from experiments.steps import (
+    Case,
+    flax_case,
+    gru_case,
+    new_state,
+    training_step,
+    unet_case,
+)
+from poet_jax.calibrate import calibrated
+from poet_jax.graph import Graph
 
-MODELS = {"resnet18": ("photos", 64), "bert:layers=2": ("text", 8)}
+CASES: dict[str, Callable[[], Case]] = {
+    "mlp": lambda: flax_case("mlp:width=512", 128, "digits"),
+    "cnn": lambda: flax_case("cnn:dropout=0", 32, "photos"),
+    "gru": gru_case,
+    "gpt:layers=4,width=128,heads=4": lambda: flax_case(
+        "gpt:layers=4,width=128,heads=4", 8, "text"
+    ),
+    "unet": lambda: unet_case(16),
+    "resnet18, 32 images": lambda: flax_case("resnet18", 32, "photos"),
+    "resnet18": lambda: flax_case("resnet18", 64, "photos"),
+    "bert6": lambda: flax_case("bert6", 8, "text"),
+}
+MODELS = flags.DEFINE_list("models", list(CASES), "Which of the cases.")
 TURNS = flags.DEFINE_integer("turns", 5, "Timed steps of each kind.", lower_bound=1)
 NODES = flags.DEFINE_integer("nodes", 0, "How many nodes to print.", lower_bound=0)
+KEPT = flags.DEFINE_bool("kept", False, "Rates of poet_jax.host(), from its file.")
+ONE_BY_ONE = flags.DEFINE_bool("one_by_one", True, "Time nodes, too.")
 OUTPUT = flags.DEFINE_string(
     "output", "experiments/results/prediction", "Folder for the CSV file."
 )
-COLUMNS = (
-    "model", "batch_size", "nodes", "predicted_seconds", "measured_seconds",
-    "predicted_over_measured", "jit_seconds", "turns",
-)  # fmt: skip
+SHORT_SECONDS = 0.1  # of a step that is timed ten times as often
 
 
-def measure(model: str, dataset: str, batch_size: int) -> dict:
-    case = flax_case(model, batch_size, dataset)
-    optimizer = optax.adamw(1e-3)
-    step = training_step(case.loss, optimizer)
-
-    def fresh():
-        params, rest, batch = case.init()
-        return (params, rest, optimizer.init(params)), batch
-
-    (state, batch), (other, _) = fresh(), fresh()
-    ours = poet_jax.schedule(
-        step,
-        2**40,
-        planner=poet_jax.keep_all,
-        executor=poet_jax.HostExecutor(fuse=False),
-        donate_argnums=0,
+def device() -> poet_jax.DeviceProfile:
+    if KEPT.value:
+        return poet_jax.host()
+    launch_seconds, rates = calibrated()
+    return dataclasses.replace(
+        poet_jax.host(), dispatch_seconds=launch_seconds, rates=rates
     )
-    theirs = jax.jit(step, donate_argnums=0)
-    schedule = ours.plan(state, batch)
-    states = [state, other]
-    seconds: list[list[float]] = [[], []]
-    runs = []
-    for turn in range(TURNS.value + 1):
-        for kind, run in enumerate((ours, theirs)):
-            start = time.perf_counter()
-            states[kind], _ = jax.block_until_ready(run(states[kind], batch))
-            if turn:  # the first compiles
-                seconds[kind].append(time.perf_counter() - start)
-        runs.append(ours.last_run)
-    if NODES.value:
-        print_differences(schedule, runs[1:])
-    measured, jit = map(statistics.median, seconds)
-    predicted = schedule.usage.seconds
+
+
+def graphs(step: Callable, state, batch) -> dict[str, Graph]:
+    """The step as it was written and in the forms that the passes give it."""
+    traced = poet_jax.trace(jax.jit(step, donate_argnums=0), state, batch)
+    lowered = functools.reduce(lambda g, change: change(g), poet_jax.PASSES, traced)
     return {
-        "model": model,
-        "batch_size": batch_size,
-        "nodes": len(schedule.graph.nodes),
-        "predicted_seconds": f"{predicted:.4f}",
-        "measured_seconds": f"{measured:.4f}",
-        "predicted_over_measured": f"{predicted / measured:.4f}",
-        "jit_seconds": f"{jit:.4f}",
-        "turns": TURNS.value,
+        "written": poet_jax.order(poet_jax.coarsen(traced)),
+        "lowered": lowered,
     }
 
 
-def print_differences(schedule: poet_jax.Schedule, runs: list) -> None:
-    """The instructions whose median time is furthest from the predicted one."""
-    took = np.median([np.subtract(x.stop_seconds, x.start_seconds) for x in runs], 0)
-    rows = []
-    for instruction, seconds in zip(schedule.program.instructions, took, strict=True):
-        if isinstance(instruction, poet_jax.program.Compute):
-            node = schedule.graph.nodes[instruction.node]
-            predicted = float(schedule.costs.seconds[instruction.node])
-            rows.append((seconds - predicted, seconds, predicted, node.name))
-    rows.sort(reverse=True)
-    print(f"computes {sum(row[1] for row in rows):.3f} s of {took.sum():.3f} s")
-    for difference, seconds, predicted, name in rows[: NODES.value]:
-        print(f"{difference:+.4f} = {seconds:.4f} - {predicted:.4f} s  {name}")
+def evaluated(graph: Graph) -> Callable:
+    """The function of pytrees that computes a graph."""
+
+    def fun(state, batch):
+        leaves = jax.tree.leaves(((state, batch), {}))
+        return jax.tree.unflatten(graph.out_tree, graph(*leaves))
+
+    return fun
+
+
+def measure(name: str) -> dict[str, str]:
+    case, optimizer = CASES[name](), optax.adamw(1e-3)
+    step = training_step(case.loss, optimizer)
+    params, rest, batch = case.init()
+    state = new_state(optimizer, params, rest)
+    of = graphs(step, state, batch)
+    before = device()
+    runs = {"written": step, "lowered": evaluated(of["lowered"])}
+    took = timed(runs, lambda: new_state(optimizer, params, rest), batch)
+    after = device()
+    row = {"model": name, "nodes": str(len(of["lowered"].nodes))}
+    for kind, graph in of.items():
+        costs = [poet_jax.price(graph, x).seconds.sum() for x in (before, after)]
+        planned = statistics.mean(costs)
+        row[f"{kind}_planned_seconds"] = f"{planned:.5f}"
+        row[f"{kind}_jit_seconds"] = f"{took[kind]:.5f}"
+        row[f"{kind}_ratio"] = f"{planned / took[kind]:.3f}"
+    if ONE_BY_ONE.value:
+        row |= nodes_beside(of["lowered"], after)
+    return row
+
+
+def timed(runs: dict[str, Callable], fresh: Callable, batch) -> dict[str, float]:
+    """Seconds of the shortest step of each, in turns, on donated state: rates are of
+    the shortest runs, too."""
+    compiled = {
+        kind: jax.jit(run, donate_argnums=0).lower(fresh(), batch).compile()
+        for kind, run in runs.items()
+    }
+    states = {kind: fresh() for kind in runs}
+    seconds: dict[str, list[float]] = {kind: [] for kind in runs}
+    turns = 0
+    while turns <= TURNS.value or (
+        sum(map(sum, seconds.values())) < 2 * TURNS.value * SHORT_SECONDS
+    ):
+        for kind, run in compiled.items():
+            start = time.perf_counter()
+            states[kind], _ = jax.block_until_ready(run(states[kind], batch))
+            if turns:  # the first one warms up
+                seconds[kind].append(time.perf_counter() - start)
+        turns += 1
+    return {kind: min(x) for kind, x in seconds.items()}
+
+
+def nodes_beside(graph: Graph, host: poet_jax.DeviceProfile) -> dict[str, str]:
+    """How modelled nodes compare with measured ones, and workspaces with XLA's."""
+    model = poet_jax.price(graph, host)
+    real = poet_jax.price(graph, host, measure=True)
+    seconds = np.stack([model.seconds, real.seconds])
+    large = real.seconds > 1e-3 * real.seconds.sum()
+    ratios = seconds[0] / np.maximum(seconds[1], 1e-9)
+    quartiles = np.percentile(ratios[large], [25, 50, 75])
+    for n in np.argsort(-np.abs(seconds[0] - seconds[1]))[: NODES.value]:
+        equations = "+".join(e.primitive.name for e in graph.nodes[n].equations[:6])
+        shapes = [str(graph.values[v].aval) for v in graph.nodes[n].reads[:3]]
+        print(f"{seconds[0, n]:.5f} for {seconds[1, n]:.5f} s", equations, *shapes)
+    most = [x.workspace_bytes for x in (model, real)]
+    for n in np.argsort(-np.abs(most[0] - most[1]))[: NODES.value]:
+        equations = "+".join(e.primitive.name for e in graph.nodes[n].equations[:6])
+        shapes = [str(graph.values[v].aval) for v in graph.nodes[n].reads[:3]]
+        print(f"{most[0][n]} for {most[1][n]} B", equations, *shapes)
+    return {
+        "nodes_planned_seconds": f"{model.seconds.sum():.5f}",
+        "nodes_seconds": f"{real.seconds.sum():.5f}",
+        "rank_correlation": f"{np.corrcoef(ranks(seconds[:, large]))[0, 1]:.3f}",
+        "quartiles": " ".join(f"{x:.2f}" for x in quartiles),
+        "workspace_mib": f"{most[0].max() / 2**20:.2f}",
+        "xla_workspace_mib": f"{most[1].max() / 2**20:.2f}",
+        "under_mib": f"{np.maximum(most[1] - most[0], 0).max() / 2**20:.2f}",
+        "over_mib": f"{np.maximum(most[0] - most[1], 0).max() / 2**20:.2f}",
+    }
+
+
+def ranks(rows: np.ndarray) -> np.ndarray:
+    return np.argsort(np.argsort(rows, axis=1), axis=1)
 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     path = pathlib.Path(OUTPUT.value) / "prediction.csv"
-    rows = []
-    for model, (dataset, batch_size) in MODELS.items():
-        rows.append(measure(model, dataset, batch_size))
-        logging.info("%s", rows[-1])
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
+    rows = []
+    for name in MODELS.value:
+        rows.append(measure(name))
+        logging.info("%s", rows[-1])
+        with open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
 
 
 if __name__ == "__main__":

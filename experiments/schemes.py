@@ -10,7 +10,6 @@ that the budget grants.
 
 import csv
 import dataclasses
-import gc
 import json
 import pathlib
 import statistics
@@ -185,19 +184,18 @@ def measured(
     step: Any, batch: Any, plain: Callable[[Any], jax.Array], pairs: int
 ) -> dict[str, Any]:
     """Memory of a step that has run, and its time beside that of `plain` in turns."""
-    rise = 0
+    rises = []
     for _ in range(2):
-        gc.collect()
-        poet_jax.release()  # and what a step left in RAM for the next one
+        poet_jax.release()  # what a step left in RAM for the next one
+        rise = memory.Rise()
         state = in_ram((nnx.state(step.model), nnx.state(step.optimizer), batch))
-        before = memory.resident_bytes() - state
-        memory.reset_high_water()
-        step(batch)
-        rise = max(rise, memory.high_water_bytes() - before)
+        with rise.of(state):
+            step(batch)
+        rises.append(rise.last_bytes)
     run = step.last_run
     row = {
         "peak_bytes": run.peak_bytes,
-        "rise_bytes": rise,
+        "rise_bytes": max(rises),
         "paged_bytes": run.bytes_paged_out + run.bytes_paged_in,
         "recomputed": run.recomputed,
         "pairs": pairs,

@@ -55,6 +55,29 @@ class Case:
     loss: Callable[[Any, Any, Any], tuple[jax.Array, Any]]
 
 
+@dataclasses.dataclass(frozen=True)
+class TrainingStep:
+    """A step, and what it begins with.
+
+    Attributes:
+      init: () -> (state, batch).
+      step: (state, batch) -> (state, loss).
+    """
+
+    init: Callable[[], tuple[Any, Any]]
+    step: Callable[[Any, Any], tuple[Any, jax.Array]]
+
+    @classmethod
+    def of(cls, case: Case, optimizer: optax.GradientTransformation) -> "TrainingStep":
+        """The step of `training_step`, whose state is (params, rest, moments)."""
+
+        def init():
+            params, rest, batch = case.init()
+            return (params, rest, optimizer.init(params)), batch
+
+        return cls(init, training_step(case.loss, optimizer))
+
+
 def named_device(name: str, also: Sequence[str] = ()) -> DeviceProfile:
     """The device called `name` in `poet_jax.devices`, or a profile's path.
 
@@ -120,6 +143,26 @@ def in_ram(tree) -> int:
 BLOCKS = (NnxResidual, NnxAttention, NnxFeedForward, NnxConvNorm)
 
 
+def nnx_case(
+    make: Callable[[], nnx.Module],
+    loss_of: Callable[[nnx.Module, Any], jax.Array],
+    data: Callable[[], Any],
+) -> Case:
+    """The module that `make` makes, its loss on a batch, and a batch."""
+
+    def init():
+        _, params, rest = nnx.split(make(), nnx.Param, ...)
+        return params, rest, jax.tree.map(jnp.asarray, data())
+
+    def loss(params, rest, batch):
+        graphdef, _, _ = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
+        module = nnx.merge(graphdef, params, rest, copy=True)
+        value = loss_of(module, batch)
+        return value, nnx.split(module, nnx.Param, ...)[2]
+
+    return Case(init, loss)
+
+
 def flax_case(
     model: str, batch_size: int, dataset: str, *, checkpoint: bool = False
 ) -> Case:
@@ -128,32 +171,23 @@ def flax_case(
     `checkpoint` rematerialises every block in the backward pass, as `nnx.remat` does.
     """
 
-    def data():
-        loaded = load_for_model(model, dataset)
-        return loaded.spec, next(iter(loaded.batches(batch_size, 0, 1)))
+    def make() -> nnx.Module:
+        spec = load_for_model(model, dataset).spec
+        module = make_model(model, "nnx", dataset_spec=spec, seed=0)
+        assert isinstance(module, nnx.Module)
+        return module
 
-    def split(seed: int):
-        module = make_model(model, "nnx", dataset_spec=data()[0], seed=seed)
-        return nnx.split(module, nnx.Param, ...)
-
-    def init():
-        _, params, rest = split(0)
-        return params, rest, jax.tree.map(jnp.asarray, data()[1])
-
-    def loss(params, rest, batch):
-        graphdef = nnx.eval_shape(
-            lambda: make_model(model, "nnx", dataset_spec=data()[0], seed=0)
-        )
-        graphdef, _, _ = nnx.split(graphdef, nnx.Param, ...)
-        module = nnx.merge(graphdef, params, rest, copy=True)
+    def loss_of(module, batch):
         with contextlib.ExitStack() as stack:
             for block in BLOCKS if checkpoint else ():
                 call = nnx.remat(block.__call__)
                 stack.enter_context(mock.patch.object(block, "__call__", call))
-            value = loss_fn(module, batch)
-        return value, nnx.split(module, nnx.Param, ...)[2]
+            return loss_fn(module, batch)
 
-    return Case(init, loss)
+    def data():
+        return next(iter(load_for_model(model, dataset).batches(batch_size, 0, 1)))
+
+    return nnx_case(make, loss_of, data)
 
 
 def _normal(seed: int, shapes):
@@ -229,6 +263,35 @@ def skips_case(batch_size: int = 4096) -> Case:
     def init():
         batch = jax.random.normal(jax.random.key(1), (batch_size, width))
         return _normal(0, [(width, width)] * layers), (), batch
+
+    return Case(init, loss)
+
+
+def gru_case(batch_size: int = 32, length: int = 64, width: int = 128) -> Case:
+    """A gated recurrent unit (Cho et al. 2014) under `lax.scan`, which classifies."""
+
+    def loss(params, rest, batch):
+        inputs, labels = batch
+
+        def cell(state, x):
+            of_input = jnp.split(x @ params[0], 3, -1)
+            of_state = jnp.split(state @ params[1], 3, -1)
+            reset, update = (
+                jax.nn.sigmoid(a + b)
+                for a, b in zip(of_input[:2], of_state[:2], strict=True)
+            )
+            new = jnp.tanh(of_input[2] + reset * of_state[2])
+            return (1 - update) * new + update * state, None
+
+        state, _ = jax.lax.scan(cell, jnp.zeros((batch_size, width)), inputs)
+        logits = state @ params[2]
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+        return losses.mean(), rest
+
+    def init():
+        inputs = jax.random.normal(jax.random.key(1), (length, batch_size, width))
+        kernels = _normal(0, [(width, 3 * width), (width, 3 * width), (width, 10)])
+        return kernels, (), (inputs, jnp.zeros(batch_size, jnp.int32))
 
     return Case(init, loss)
 

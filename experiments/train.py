@@ -87,7 +87,7 @@ def make_budget(budget: str | None, device: poet_jax.DeviceProfile) -> str | int
     """`budget`, or what a device has where that is not said."""
     if budget is not None:
         return budget
-    return "80%" if device.measured else device.ram_bytes
+    return "80%" if device.rates else device.ram_bytes
 
 
 def spent(

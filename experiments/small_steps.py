@@ -1,0 +1,79 @@
+"""Steps of 5 to 300 ms: what a budget costs where there is little to hide it behind.
+
+    python -m experiments.small_steps
+    python -m experiments.small_steps --only_missing
+    python -m experiments.small_steps --plot
+
+The first command runs the training steps of `experiments.small_models` in 100 and 60 %
+of keep-all's peak and in 5 %, or the smallest budget that works, each in a process of
+its own and in turns with `jax.jit`. It writes each row to
+experiments/results/small_steps/small_steps.csv as soon as it is measured; the second
+command measures only rows that the file lacks. All of it takes about an hour on two
+cores; --models and --shares choose a part. The third command draws small_steps.png.
+
+Columns are those of `experiments.measuring.measure_step`. Expect, for every row:
+
+- compiled_bytes at most budget_bytes, and planned_bytes about as many;
+- rise_bytes at most budget_bytes and a few MiB, which XLA's threads and Python take;
+  that of `jax.jit`, jit_rise_bytes, was twice jit_bytes, as workspaces are freed late;
+- ratio 1.0 in 100 %, where the step is that of `jax.jit`, and what is computed again
+  beyond that elsewhere;
+- first_ratio, of the first step with tracing, planning and compiling over that of
+  `jax.jit`: 1 to 2 in 100 %, and plan_seconds more below.
+"""
+
+import pathlib
+
+from absl import app
+
+from experiments import measuring
+from experiments.small_models import SMALL_STEPS
+
+measuring.step_flags(
+    "experiments/results/small_steps",
+    shares=f"100,60,{measuring.LEAST}",
+    seconds=10.0,
+    time_limit=10.0,
+)
+
+
+def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
+    """Time, first step and memory of every row, a mark for each share."""
+    from matplotlib.figure import Figure
+
+    rows = [row for row in rows if row["ratio"]]
+    names = [name for name in SMALL_STEPS if name in {row["model"] for row in rows}]
+    figure = Figure(figsize=(10, 1.5 + 0.25 * len(names)), layout="constrained")
+    panels = {
+        "a step over jax.jit's": ("ratio", None),
+        "the first step over jax.jit's": ("first_ratio", None),
+        "rise over the budget": ("rise_bytes", "budget_bytes"),
+    }
+    axes = figure.subplots(1, len(panels), sharey=True)
+    # Okabe and Ito's colours, which are told apart without red or green.
+    marks = {"100": "o", "60": "s", measuring.LEAST: "^"}
+    colours = dict(zip(marks, ("#0072B2", "#E69F00", "#000000"), strict=True))
+    for share, marker in marks.items():
+        of_share = [row for row in rows if row["share"] == share]
+        places = [names.index(row["model"]) for row in of_share]
+        label = share if share == measuring.LEAST else f"{share} %"
+        for axis, (column, unit) in zip(axes, panels.values(), strict=True):
+            x = [float(row[column]) / float(row[unit] if unit else 1)
+                 for row in of_share]  # fmt: skip
+            axis.scatter(x, places, color=colours[share], marker=marker, label=label)
+    for axis, label in zip(axes, panels, strict=True):
+        axis.axvline(1, color="#999999", linewidth=0.8)
+        axis.set_xlabel(label)
+    axes[0].set_yticks(range(len(names)), names)
+    axes[0].invert_yaxis()
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=130)
+
+
+def main(argv: list[str]) -> None:
+    program = "experiments.small_steps"
+    measuring.run_steps(argv, program, SMALL_STEPS, plot, file="small_steps")
+
+
+if __name__ == "__main__":
+    app.run(main)
