@@ -1,4 +1,5 @@
-"""One hypothesis profile for all tests, and one cache of what XLA compiled."""
+"""One hypothesis profile for all tests, one cache of what was compiled, and the kinds
+of page stores."""
 
 import os
 
@@ -7,7 +8,6 @@ import jax
 import pytest
 
 import poet_jax
-import poet_jax.compile
 
 hypothesis.settings.register_profile(
     "poet_jax",
@@ -23,18 +23,17 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("poet_jax")
 
-# The tests' arrays are small, and they are to take the way that large ones take.
-poet_jax.compile.RECYCLED_BYTES = 1
-
 
 def pytest_configure(config):
     """Tests compile much alike, in processes of their own: JAX keeps it on disk.
 
-    They compile more than they compute, so XLA is asked to optimise little.
+    They compile more than they compute, so XLA is asked to optimise little. This
+    machine's rates and the library of pages are kept in a folder of the tests' own.
     """
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=1"
     )
+    os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("home"))
     options = {
         "jax_compilation_cache_dir": str(config.cache.mkdir("jax")),
         "jax_persistent_cache_min_compile_time_secs": 0,
@@ -43,14 +42,6 @@ def pytest_configure(config):
     for name, value in options.items():
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)  # of experiments that tests start
-
-
-@pytest.fixture(autouse=True, scope="session")
-def cache_home(tmp_path_factory):
-    """This machine's rates are kept in a folder of the tests' own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        yield
 
 
 @pytest.fixture(params=["HostStore", "FileStore"])

@@ -1,5 +1,5 @@
-"""Random graphs, costs and programs, the planners, a store that keeps a record, and the
-brute-force search that planners are held against."""
+"""Random graphs, costs and programs, the planners, and the brute-force search that
+planners are held against."""
 
 import dataclasses
 import heapq
@@ -256,35 +256,6 @@ def programs(draw, max_operations=6):
     keys = jax.random.split(jax.random.key(draw(st.integers(0, 3))), 4)
     *weights, x = (jax.random.normal(key, (64, 64)) for key in keys)
     return step, (weights, x)
-
-
-class RecordingStore:
-    """Passes everything on to `store` and keeps count."""
-
-    def __init__(self, store):
-        self.store = store
-        self.bytes_read = self.bytes_written = self.peak_bytes = 0
-        self.written: list[int] = []
-
-    @property
-    def nbytes(self):
-        return self.store.nbytes
-
-    def write(self, key, data, name):
-        self.store.write(key, data, name)
-        self.written.append(key)
-        self.bytes_written += data.nbytes
-        self.peak_bytes = max(self.peak_bytes, self.store.nbytes)
-
-    def read(self, key, into, name):
-        self.store.read(key, into, name)
-        self.bytes_read += into.nbytes
-
-    def delete(self, key):
-        self.store.delete(key)
-
-    def close(self):
-        self.store.close()
 
 
 def brute_force(graph, costs, memory_bytes):

@@ -1,4 +1,4 @@
-"""Plans in a folder: the second start of a job plans and measures nothing."""
+"""Plans in a folder: the second start of a job plans nothing."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from poet_jax.cache import PlanCache, plan_key
 from poet_jax.plan import plan_to_dict
 from poet_jax.planners import solver
 
-BUDGET = "80%"
+BUDGET = "75%"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +38,6 @@ def run(folder, planner, budget=BUDGET, device=poet_jax.devices.RASPBERRY_PI_4):
         planner=planner,
         device=device,
         plan_cache=folder,
-        executor=poet_jax.HostExecutor(fuse=False),
     )
     np.testing.assert_allclose(scheduled(W, X), gradient(W, X), rtol=1e-4, atol=1e-8)
     return scheduled.plan(W, X)
@@ -48,66 +47,55 @@ def test_the_second_start_plans_nothing_and_any_change_plans_again(tmp_path):
     Counting.calls.clear()
     folder = tmp_path / "plans" / "of_this_job"  # is made
     first = run(folder, Counting())
+    count = len(Counting.calls)
     again = run(folder, Counting())
-    assert len(Counting.calls) == 1
+    assert len(Counting.calls) == count > 0
     assert again.plan == first.plan
-    run(folder, Counting(margin=1))
-    run(folder, Counting(), budget="90%")
-    run(folder, Counting(), device=poet_jax.devices.JETSON_TX2)
-    assert len(Counting.calls) == 4
-
-
-def test_a_measured_device_is_measured_once(tmp_path):
-    Counting.calls.clear()
-    first = run(tmp_path, Counting(), device=None)
-    again = run(tmp_path, Counting(), device=None)
-    assert len(Counting.calls) == 1
-    assert (again.costs.seconds == first.costs.seconds).all()
-
-
-def test_nodes_that_this_process_has_measured_keep_their_workspace(tmp_path):
-    """Plans that exist count on it."""
-    first = run(tmp_path, Counting(), device=None)
-    (path,) = tmp_path.glob("costs-*.json")
-    costs = json.loads(path.read_text())
-    costs["workspace_bytes"] = [n + 2**20 for n in costs["workspace_bytes"]]
-    path.write_text(json.dumps(costs))
-    again = run(tmp_path, Counting(), device=None)
-    assert (again.costs.workspace_bytes == first.costs.workspace_bytes).all()
+    for change in (
+        {"planner": Counting(margin=1)},
+        {"budget": "70%"},
+        {"device": poet_jax.devices.JETSON_TX2},
+    ):
+        count = len(Counting.calls)
+        run(folder, **{"planner": Counting()} | change)
+        assert len(Counting.calls) > count
 
 
 def test_a_file_that_is_damaged_is_written_again(tmp_path):
     Counting.calls.clear()
     run(tmp_path, Counting())
-    (path,) = tmp_path.glob("plan-*.json")
-    path.write_text(path.read_text()[:100])
+    count = len(Counting.calls)
+    for path in tmp_path.glob("plan-*.json"):
+        path.write_text(path.read_text()[:100])
     run(tmp_path, Counting())
     run(tmp_path, Counting())
-    assert len(Counting.calls) == 2
+    assert len(Counting.calls) == 2 * count
 
 
 def test_a_plan_that_was_made_too_large_by_hand_is_planned_again(tmp_path):
     Counting.calls.clear()
     run(tmp_path, Counting())
-    (path,) = tmp_path.glob("plan-*.json")
-    plan = json.loads(path.read_text())
-    schedule = run(tmp_path / "other", poet_jax.keep_all, budget="100%")
+    count = len(Counting.calls)
+    schedule = run(tmp_path / "other", poet_jax.keep_all, budget="200%")
     actions = plan_to_dict(schedule.graph, schedule.plan)["actions"]
-    path.write_text(json.dumps(plan | {"actions": actions}))
+    for path in tmp_path.glob("plan-*.json"):
+        plan = json.loads(path.read_text())
+        path.write_text(json.dumps(plan | {"actions": actions}))
     run(tmp_path, Counting())
-    assert len(Counting.calls) == 2
+    assert len(Counting.calls) == 2 * count
 
 
 def test_a_file_that_cannot_be_written_is_a_warning(tmp_path, caplog):
     first = run(tmp_path, Counting())
-    (path,) = tmp_path.glob("plan-*.json")
-    path.unlink()
-    path.mkdir()  # root, too, cannot write a file there
+    paths = sorted(tmp_path.glob("plan-*.json"))
+    for path in paths:
+        path.unlink()
+        path.mkdir()  # root, too, cannot write a file there
     with caplog.at_level(logging.WARNING, "poet_jax"):
         again = run(tmp_path, Counting())
     assert again.plan.actions == first.plan.actions
-    assert str(path) in caplog.text and "plan_cache" in caplog.text
-    assert [x.name for x in tmp_path.iterdir()] == [path.name]
+    assert str(paths[0]) in caplog.text and "plan_cache" in caplog.text
+    assert sorted(tmp_path.iterdir()) == paths
 
 
 def test_a_folder_that_cannot_be_used_is_named_before_anything_is_planned(tmp_path):
@@ -136,7 +124,6 @@ schedule = poet_jax.schedule(
     "80%",
     planner=poet_jax.greedy,
     device=poet_jax.devices.JETSON_TX2,
-    executor=poet_jax.HostExecutor(fuse=False),
 ).plan(W, X)
 print(plan_key(
     schedule.graph, schedule.costs, schedule.budget, poet_jax.MilpPlanner()
@@ -192,4 +179,4 @@ def test_a_search_that_was_interrupted_is_not_kept(tmp_path, monkeypatch):
         run(tmp_path, planner)
     assert not list(tmp_path.glob("plan-*.json"))
     run(tmp_path, planner)
-    assert len(list(tmp_path.glob("plan-*.json"))) == 1
+    assert list(tmp_path.glob("plan-*.json"))

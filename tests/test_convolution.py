@@ -1,7 +1,6 @@
 """Filter gradients as matrix products: the numbers of XLA's convolution, fewer
 surprises."""
 
-import dataclasses
 import functools
 
 import jax
@@ -13,9 +12,7 @@ from hypothesis import strategies as st
 from strategies import DEVICE
 
 import poet_jax
-from poet_jax import compile as compile_file
 from poet_jax import convolution as convolution_file
-from poet_jax.compile import Unit, compiler_options, signature
 from poet_jax.convolution import (
     by_images,
     filter_gradients,
@@ -162,8 +159,8 @@ def test_what_it_does_not_cover_stays_as_it_was(convolution, image, kernel):
     ).is_lowered
 
 
-@pytest.mark.parametrize("fuse", [True, False], ids=["whole", "planned"])
-def test_it_is_a_pass_that_can_be_left_out(fuse):
+@pytest.mark.parametrize("trace", [False, True], ids=["whole", "planned"])
+def test_it_is_a_pass_that_can_be_left_out(trace):
     def fun(kernel, image):
         return slope_of(convolve, jnp.tanh(convolve(image, kernel[..., :4])), kernel)
 
@@ -173,7 +170,7 @@ def test_it_is_a_pass_that_can_be_left_out(fuse):
         "1GiB",
         device=DEVICE,
         planner=poet_jax.greedy,
-        executor=poet_jax.HostExecutor(fuse=fuse),
+        executor=poet_jax.HostExecutor(trace=trace),
     )
     with_it, without = schedule(), schedule(passes=(poet_jax.coarsen, poet_jax.order))
     args = KERNEL * 0.01, jax.random.normal(jax.random.key(0), IMAGE.shape)
@@ -263,13 +260,12 @@ def test_what_mixes_channels_or_has_them_first_is_not_depthwise(options):
 
 
 def wide(image, kernel):
-    """What has one convolution, of the backward pass, and so the options of a compiler,
-    where XLA has them."""
+    """What has one convolution, of the backward pass."""
     return jax.grad(lambda image: convolve(image, kernel).mean())(jnp.tanh(image))
 
 
 def test_a_step_with_wide_convolutions_may_be_transformed_and_traced_over():
-    """Also after it ran alone: its executable cannot be part of another."""
+    """Also after it ran alone: what XLA compiled cannot be part of another."""
     keys = jax.random.split(jax.random.key(0))
     image = jax.random.normal(keys[0], (2, 8, 8, 16))
     kernel = jax.random.normal(keys[1], (3, 3, 16, 16))
@@ -286,27 +282,6 @@ def test_a_step_with_wide_convolutions_may_be_transformed_and_traced_over():
         close(value, expected.sum())
         each = jax.vmap(scheduled, in_axes=(0, None))(jnp.stack([image] * 2), kernel)
         close(each, jnp.stack([expected] * 2))
-
-
-def test_wide_convolutions_need_no_padded_copy_of_their_image():
-    """As they would with the option of a compiler that is the default."""
-    image, kernel = jnp.ones((4, 128, 128, 8)), jnp.ones((3, 3, 8, 32))
-    graph = poet_jax.trace(wide, image, kernel)
-    costs = poet_jax.price(graph, poet_jax.host())
-    assert costs.workspace_bytes.max() < 4 * image.nbytes / 2  # of the slope
-
-
-def test_the_forward_pass_rounds_as_under_jit():
-    """What it makes decides where a ReLU passes gradients on."""
-    keys = jax.random.split(jax.random.key(0))
-    image = jax.random.normal(keys[0], (4, 32, 32, 64))
-    kernel = jax.random.normal(keys[1], (3, 3, 64, 64))
-    for fuse in (False, True):
-        scheduled = poet_jax.schedule(
-            convolve, "100%", executor=poet_jax.HostExecutor(fuse=fuse), device=DEVICE
-        )
-        got, expected = scheduled(image, kernel), jax.jit(convolve)(image, kernel)
-        np.testing.assert_array_equal(got, expected)
 
 
 @settings(max_examples=15)
@@ -335,7 +310,7 @@ def test_large_images_are_not_copied_at_once():
     nodes = [n for n in graph.nodes if n.equations[0].lowering is by_images]
     assert [node.backward for node in nodes] == [False]
     workspaces = [
-        poet_jax.price(x, poet_jax.host()).workspace_bytes.max()
+        poet_jax.price(x, DEVICE).workspace_bytes.max()
         for x in (
             poet_jax.trace(convolve, image, kernel),
             large_convolutions(poet_jax.trace(convolve, image, kernel)),
@@ -398,29 +373,3 @@ def test_a_convolution_of_nothing_is_left_as_it_is(image, kernel):
     scheduled = poet_jax.schedule(fun, "1GiB", device=DEVICE, planner=poet_jax.greedy)
     for got, expected in zip(scheduled(*args), jax.jit(fun)(*args), strict=True):
         np.testing.assert_array_equal(got, expected)
-
-
-def test_a_convolution_run_again_does_not_decide_how_the_first_is_computed(
-    monkeypatch,
-):
-    """XLA's options differ in the backward pass, also for one that looks alike."""
-    monkeypatch.setattr(compile_file, "_prefers_ynnpack", lambda: True)
-
-    def loss(kernel, image):
-        apply = jax.checkpoint(lambda kernel, image: jnp.tanh(convolve(image, kernel)))
-        return apply(kernel, image).sum()
-
-    args = jnp.ones((3, 3, 16, 16)), jnp.ones((2, 16, 16, 16))
-    graph = poet_jax.coarsen(poet_jax.trace(jax.grad(loss), *args))
-    differing = 0
-    for number, node in enumerate(graph.nodes):
-        nodes = list(graph.nodes)
-        nodes[number] = dataclasses.replace(node, backward=not node.backward)
-        other = dataclasses.replace(graph, nodes=tuple(nodes))
-        unit = Unit.of(graph, number)
-        alike = signature(graph, unit) == signature(other, unit)
-        options = (compiler_options([x.nodes[number]]) for x in (graph, other))
-        differs = len({x is None for x in options}) == 2
-        assert alike != differs
-        differing += differs
-    assert differing

@@ -69,6 +69,34 @@ def test_every_number_of_a_named_device_has_an_origin(name):
     assert device.page_out_seconds(10**6) > device.page_out_seconds(10**5) > 0
 
 
+RATES = {"dot_float32": ((8.0, 4e-9), (512.0, 1e-9)), "moved": ((64.0, 1e-10),)}
+
+
+def test_a_calibrated_machine_prices_alike_from_its_file(tmp_path):
+    device = dataclasses.replace(BOARD, rates=RATES, dispatch_seconds=1e-6)
+    device.save(tmp_path / "board.toml")
+    again = poet_jax.DeviceProfile.load(tmp_path / "board.toml")
+    assert again == device and again.rates == RATES
+    graph = graph_of()
+    costs = [poet_jax.price(graph, x).seconds for x in (device, again)]
+    assert list(costs[0]) == list(costs[1])
+
+
+def test_a_rate_between_two_sizes_is_between_theirs():
+    """Half way on a logarithmic scale, and beyond the ends as at the ends."""
+    device = dataclasses.replace(BOARD, rates=RATES)
+    sizes = 1, 8, 64, 512, 4096
+    rates = [device.work_seconds("dot", "float32", 1.0, size) for size in sizes]
+    assert rates == pytest.approx([4e-9, 4e-9, 2e-9, 1e-9, 1e-9])
+    assert device.work_seconds("dot", "bfloat16", 1.0, 8) == pytest.approx(4e-9)
+
+
+@pytest.mark.parametrize("rows", [(), ((8.0, 0.0),), ((8.0, 1.0), (8.0, 1.0))])
+def test_rates_that_make_no_sense_are_refused(rows):
+    with pytest.raises(ValueError, match="dot_float32.*rising sizes"):
+        dataclasses.replace(BOARD, rates={"dot_float32": rows})
+
+
 def test_published_constants_are_kept_apart():
     published, used = (
         places.RASPBERRY_PI_4 for places in (poet_jax.devices.paper, poet_jax.devices)
@@ -98,7 +126,7 @@ def test_a_file_that_is_no_profile_is_refused(text, culprit, tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "gpu"])
-def test_this_machine_is_measured_once_and_kept(backend, tmp_path, monkeypatch):
+def test_this_machine_is_calibrated_once_and_kept(backend, tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     poet_jax.host.cache_clear()
@@ -108,7 +136,7 @@ def test_this_machine_is_measured_once_and_kept(backend, tmp_path, monkeypatch):
     assert poet_jax.host() == first
     poet_jax.host_path().write_text("half a fi")
     poet_jax.host.cache_clear()
-    assert poet_jax.host().measured
+    assert poet_jax.host().rates
     assert poet_jax.DeviceProfile.load(poet_jax.host_path()) == poet_jax.host()
     poet_jax.host.cache_clear()
 
@@ -162,7 +190,7 @@ def test_a_plan_stays_within_the_storage_of_its_device():
             BOARD, store_bytes=store_bytes, flops_per_joule=1.0, paging_watts=0.0
         )
         gradient = jax.grad(lambda x: fun(x).sum())
-        options = {"device": board, "executor": poet_jax.HostExecutor(fuse=False)}
+        options = {"device": board}
         return poet_jax.schedule(gradient, "75%", **options).plan(jnp.ones((4, 4)))
 
     free, limited = planned(math.inf), planned(96)

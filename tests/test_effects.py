@@ -31,10 +31,11 @@ def test_each_row_is_what_a_schedule_with_the_passes_so_far_starts_from():
         assert (row.seconds, row.joules) == (baseline.seconds, baseline.joules)
 
 
-def test_a_table_has_the_passes_given_and_says_what_was_measured():
+def test_a_table_has_the_passes_given_and_says_where_seconds_are_from():
     passes = (functools.partial(poet_jax.coarsen), poet_jax.order)
-    for measured, words in ((True, "timed here"), (False, "modelled from")):
-        device = dataclasses.replace(OPTIONS["device"], measured=measured)
+    some = {"dot_float32": [(1.0, 1e-9)], "moved": [(1.0, 1e-9)]}
+    for rates, words in ((some, "calibrated"), ({}, "modelled from")):
+        device = dataclasses.replace(OPTIONS["device"], rates=rates)
         graph = poet_jax.trace(lambda w, x: jnp.tanh(x @ w), W, X)
         table = str(poet_jax.effects(graph, passes, device)).splitlines()
         assert [line.split()[0] for line in table[:4]] == [

@@ -33,23 +33,20 @@ def schedules(problem):
             continue
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["nodes", "fused"])
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "traced"])
 def ran(request):
-    """(schedule, run) of a small gradient that is paged, and computes something again.
+    """(schedule, run) of a small gradient that is paged.
 
-    `fused`: with consecutive nodes in one executable.
+    `traced`: with the times of stages.
     """
-    executor = poet_jax.HostExecutor(poet_jax.HostStore(), fuse=request.param)
-    for planner in (poet_jax.paging_only, poet_jax.greedy):
-        options = OPTIONS | {"executor": executor, "planner": planner}
-        with pytest.raises(poet_jax.BudgetTooSmall) as caught:
-            poet_jax.schedule(gradient, 1, **options).plan(W, X)
-        budget = caught.value.smallest_bytes
-        scheduled = poet_jax.schedule(gradient, budget, **options)
-        scheduled(W, X)
-        if scheduled.last_run.bytes_paged_in:
-            return scheduled.plan(W, X), scheduled.last_run
-    raise AssertionError("nothing was paged")
+    executor = poet_jax.HostExecutor(poet_jax.HostStore(), trace=request.param)
+    options = OPTIONS | {"executor": executor, "planner": poet_jax.paging_only}
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        poet_jax.schedule(gradient, 1, **options).plan(W, X)
+    scheduled = poet_jax.schedule(gradient, caught.value.smallest_bytes, **options)
+    scheduled(W, X)
+    assert scheduled.last_run.bytes_paged_in
+    return scheduled.plan(W, X), scheduled.last_run
 
 
 def is_transfer(instruction):
@@ -57,7 +54,7 @@ def is_transfer(instruction):
 
 
 def is_compute(instruction):
-    return isinstance(instruction, poet_jax.Compute | poet_jax.Fused)
+    return isinstance(instruction, poet_jax.Compute)
 
 
 # Timelines
@@ -83,21 +80,28 @@ def test_the_joules_of_instructions_and_of_idling_are_the_steps(problem):
                     assert joules == 0
 
 
-def test_a_run_measures_each_instruction(ran):
+def test_a_run_measures_each_transfer_and_if_traced_each_stage(ran, request):
     schedule, run = ran
-    usage, instructions = schedule.usage, schedule.program.instructions
-    assert run.live_bytes == tuple(usage.live_bytes)
-    assert max(run.live_bytes) == run.peak_bytes
-    assert len(run.start_seconds) == len(run.stop_seconds) == len(instructions)
-    for on_lane in (is_transfer, lambda x: not is_transfer(x)):
-        rows = [row for row, x in enumerate(instructions) if on_lane(x)]
-        times = [(run.start_seconds[row], run.stop_seconds[row]) for row in rows]
-        flat = [0.0, *itertools.chain(*times), run.seconds]
-        assert flat == sorted(flat)
-    moved = [row for row, x in enumerate(instructions) if is_transfer(x)]
-    seconds = sum(run.stop_seconds[row] - run.start_seconds[row] for row in moved)
+    is_traced = request.node.callspec.params["ran"]
+    graph, instructions = schedule.graph, schedule.program.instructions
+    moves = [x for x in run.spans if x.lane == "storage"]
+    assert len(moves) == sum(map(is_transfer, instructions))
+    for kind, nbytes in (
+        (poet_jax.PageIn, run.bytes_paged_in),
+        (poet_jax.PageOut, run.bytes_paged_out),
+    ):
+        moved = [x.value for x in instructions if isinstance(x, kind)]
+        assert nbytes == sum(graph.values[v].nbytes for v in moved)
+    seconds = sum(x.stop_seconds - x.start_seconds for x in moves)
     assert run.storage_seconds == pytest.approx(seconds)
-    assert run == run and "start_seconds" not in repr(run)
+    stages = [x for x in run.spans if x.lane == "compute"]
+    assert bool(stages) == is_traced
+    for before, after in itertools.pairwise(stages):
+        assert before.stop_seconds <= after.start_seconds
+    for x in run.spans:
+        assert -1e-3 <= x.start_seconds <= x.stop_seconds <= run.seconds + 1e-3
+    assert run.peak_bytes == schedule.compiled_bytes <= schedule.budget.memory_bytes
+    assert "spans" not in repr(run)
 
 
 @given(budgeted_graphs())
@@ -235,7 +239,7 @@ def test_a_reason_says_why_a_value_is_never_paged():
         return jnp.sin(factor * x) @ x + factor * jax.random.normal(first, x.shape)
 
     passes = (poet_jax.order,)
-    scheduled = poet_jax.schedule(fun, "100%", device=DEVICE, passes=passes)
+    scheduled = poet_jax.schedule(fun, "1MiB", device=DEVICE, passes=passes)
     schedule = scheduled.plan(jax.random.key(0), jnp.ones((8, 8)))
     said = {"a weakly typed array": set(), "a PRNG key": set()}
     for reason in schedule.reasons():
@@ -297,26 +301,24 @@ def test_a_trace_has_the_measured_step_beside_the_planned_one(ran, tmp_path):
     schedule.to_perfetto(tmp_path / "trace.json", run)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert_is_a_step(events, 1, schedule.program, schedule.usage.seconds)
-    assert_is_a_step(events, 2, schedule.program, run.seconds)
-    names = [[x["name"] for x in slices(events, process)] for process in (1, 2)]
-    assert names[0] == names[1]
-    live = counters(events, 2, "live bytes")
-    assert live[:, 1].max() == run.peak_bytes
+    moves = [[x["name"] for x in slices(events, n) if x["tid"] == 2] for n in (1, 2)]
+    assert sorted(moves[0]) == sorted(moves[1])
+    stages = [x for x in slices(events, 2) if x["tid"] == 1]
+    assert len(stages) == max(1, len(run.spans) - len(moves[1]))
+    assert counters(events, 2, "compiled bytes")[0, 1] == run.peak_bytes
     assert not len(counters(events, 2, "energy (modelled)"))
 
 
-def test_a_trace_of_one_executable_and_of_a_run_that_does_not_belong(ran, tmp_path):
-    scheduled = poet_jax.schedule(gradient, "1GiB", planner=poet_jax.greedy)
+def test_a_trace_of_a_step_without_spans_is_one_slice(tmp_path):
+    scheduled = poet_jax.schedule(gradient, "1GiB", **OPTIONS)
     scheduled(W, X)
     whole, run = scheduled.plan(W, X), scheduled.last_run
-    assert run.start_seconds is run.stop_seconds is run.live_bytes is None
+    assert run.spans == ()
     whole.to_perfetto(tmp_path / "trace.json", run)
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert_is_a_step(events, 1, whole.program, whole.usage.seconds)
     (step,) = slices(events, 2)
     assert step["dur"] == pytest.approx(run.seconds * 1e6, abs=1e-3)
-    with pytest.raises(ValueError, match="Take last_run"):
-        whole.to_perfetto(tmp_path / "trace.json", ran[1])
 
 
 # Graphs

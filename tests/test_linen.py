@@ -15,8 +15,6 @@ import poet_jax
 OPTIONS = {
     "planner": poet_jax.greedy,
     "device": poet_jax.devices.RASPBERRY_PI_4,
-    # As one executable these small models would fit where a test wants a plan.
-    "executor": poet_jax.HostExecutor(fuse=False),
 }
 train_step = functools.partial(poet_jax.train_step, **OPTIONS)
 schedule = functools.partial(poet_jax.schedule, **OPTIONS)
@@ -331,7 +329,7 @@ def test_a_plan_of_shapes_is_the_plan_of_arrays():
     assert step.plan(state, BATCH) is plan
     assert step.last_run is None
     state, _ = step(state, BATCH)
-    assert step.last_run.peak_bytes == plan.usage.peak_bytes
+    assert step.last_run.peak_bytes == plan.compiled_bytes
 
 
 def test_the_state_that_is_given_is_consumed():

@@ -124,7 +124,7 @@ def test_the_choice_is_made_once_and_changes_no_result(
     for _ in range(2):
         passes = (poet_jax.coarsen, poet_jax.order, fastest)
         scheduled = poet_jax.schedule(
-            jax.grad(net), "100%", device=DEVICE, passes=passes
+            jax.grad(net), "1MiB", device=DEVICE, passes=passes
         )
         result = scheduled(PARAMS, IMAGES)
         tolerance = 2e-2 if approximate else 1e-5

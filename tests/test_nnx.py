@@ -14,8 +14,6 @@ import poet_jax
 OPTIONS = {
     "planner": poet_jax.greedy,
     "device": poet_jax.devices.RASPBERRY_PI_4,
-    # As one executable these small models would fit where a test wants a plan.
-    "executor": poet_jax.HostExecutor(fuse=False),
 }
 train_step = functools.partial(poet_jax.train_step, **OPTIONS)
 schedule = functools.partial(poet_jax.nnx.schedule, **OPTIONS)
@@ -378,7 +376,7 @@ def test_a_plan_of_shapes_is_the_plan_of_arrays():
     after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     jax.tree.map(np.testing.assert_array_equal, before, after)
     step((VECTORS, VECTORS))
-    assert step.last_run.peak_bytes == plan.usage.peak_bytes
+    assert step.last_run.peak_bytes == plan.compiled_bytes
 
 
 def test_evaluation_mode_is_planned_for_itself_and_said_in_a_short_line(caplog):
@@ -474,8 +472,8 @@ def test_what_a_step_leaves_in_its_modules_is_what_nnx_jit_leaves():
         np.testing.assert_allclose(leaf, other, rtol=1e-6)
 
 
-@pytest.mark.parametrize("fuse", [True, False])
-def test_a_clone_shares_arrays_with_its_model(fuse):
+@pytest.mark.parametrize("trace", [True, False], ids=["stages", "whole"])
+def test_a_clone_shares_arrays_with_its_model(trace):
     """Such as a target network; and an argument may be an array of the model, too."""
 
     def step(model, target, kernel):
@@ -487,7 +485,7 @@ def test_a_clone_shares_arrays_with_its_model(fuse):
         nnx.update(target, jax.tree.map(lambda t, p: 0.9 * t + 0.1 * p, old, new))
         return kernel.sum()
 
-    executor = poet_jax.HostExecutor(fuse=fuse)
+    executor = poet_jax.HostExecutor(trace=trace)
     ours = schedule(step, "1GiB", executor=executor)
     states = []
     for run in (ours, nnx.jit(step)):

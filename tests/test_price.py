@@ -11,8 +11,11 @@ import pytest
 from jax.experimental import io_callback
 
 import poet_jax
+from poet_jax.coarsen import as_node
 from poet_jax.graph import write_instance
+from poet_jax.kernels import workspace_bytes
 from poet_jax.price import node_flops
+from poet_jax.scratch import node_scratch
 
 DEVICE = poet_jax.DeviceProfile(
     name="round numbers",
@@ -103,15 +106,137 @@ def test_paging_takes_latency_and_bytes_and_its_power():
     assert "0.5 W" in str(costs)
 
 
-def test_a_workspace_is_what_xla_says():
-    graph = poet_jax.trace(lambda a: jnp.sort(a, axis=0), ones(64, 64))
-    costs = poet_jax.price(graph, DEVICE)
-    compiled = jax.jit(lambda a: jnp.sort(a, axis=0)).lower(ones(64, 64)).compile()
-    expected = compiled.memory_analysis().temp_size_in_bytes
-    assert costs.workspace_bytes.max() == expected
+RATES = {
+    "dot_float32": ((8.0, 1e-9), (512.0, 1e-10)),
+    "convolution_float32": ((8.0, 1e-9),),
+    "cheap_float32": ((1.0, 1e-10),),
+    "exp_float32": ((1.0, 1e-8),),
+    "moved": ((64.0, 1e-10),),
+}
+CALIBRATED = dataclasses.replace(DEVICE, rates=RATES, dispatch_seconds=1e-6)
 
 
-def test_a_measured_device_times_nodes_and_causes_no_effects():
+def conv(x, k):
+    return jax.lax.conv_general_dilated(
+        x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
+
+
+def workspaces(fun, *args):
+    graph = poet_jax.coarsen(poet_jax.trace(fun, *args))
+    return poet_jax.price(graph, DEVICE).workspace_bytes
+
+
+@pytest.mark.parametrize("device", [DEVICE, CALIBRATED])
+def test_pricing_compiles_nothing(device):
+    compiled = []
+
+    def listen(name, *_, **__):
+        if "compile" in name:
+            compiled.append(name)
+
+    graph = poet_jax.coarsen(
+        poet_jax.trace(lambda x, k: jnp.sort(conv(x, k)).sum(), *images(2, 8, 3, 4))
+    )
+    for lower in (poet_jax.pool_gradients, poet_jax.filter_gradients):
+        graph = lower(graph)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        poet_jax.price(graph, device)
+        assert not compiled
+        jax.jit(lambda x: x + 1).lower(ones(3)).compile()
+        assert compiled  # or nothing would be known of the above
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
+def images(batch, size, channels, outputs):
+    return ones(batch, size, size, channels), ones(3, 3, channels, outputs)
+
+
+@pytest.mark.parametrize(
+    ("fun", "smaller", "larger"),
+    [
+        (jnp.matmul, (ones(8, 8), ones(8, 8)), (ones(8, 8), ones(8, 9))),
+        (jnp.matmul, (ones(64, 64),) * 2, (ones(512, 512),) * 2),
+        (conv, images(2, 8, 3, 4), images(2, 8, 3, 5)),
+        (conv, images(2, 8, 64, 4), images(3, 8, 64, 4)),
+        (jnp.exp, (ones(100),), (ones(101),)),
+    ],
+)
+def test_more_work_never_costs_less(fun, smaller, larger):
+    times = [
+        poet_jax.price(poet_jax.trace(fun, *args), CALIBRATED).seconds.sum()
+        for args in (smaller, larger)
+    ]
+    assert times[0] <= times[1]
+
+
+def test_a_kernel_takes_its_work_or_its_traffic_and_a_loop_its_body_often():
+    """1024 exponentials are 10.24 us at 10 ns; 1 us starts a kernel."""
+    once = poet_jax.price(poet_jax.trace(jnp.exp, ones(1024)), CALIBRATED)
+    assert once.seconds.sum() == pytest.approx(11.24e-6)
+    moved = poet_jax.price(poet_jax.trace(lambda x: x + 1, ones(1024)), CALIBRATED)
+    assert moved.seconds.sum() == pytest.approx(1e-6 + 8192e-10)
+
+    def often(x):
+        return jax.lax.scan(lambda c, _: (jnp.exp(c), None), x, length=7)[0]
+
+    loop = poet_jax.price(poet_jax.trace(often, ones(1024)), CALIBRATED)
+    assert loop.seconds.sum() == pytest.approx(7 * 11.24e-6)
+
+
+@pytest.mark.parametrize(
+    ("fun", "args"),
+    [
+        (lambda x: [(y := jnp.tanh(x)).sum(0), y.sum(1)], (ones(512, 512),)),
+        (lambda x: jnp.tanh(x).T @ x, (ones(512, 512),)),
+        (lambda x: x - jnp.log(jnp.exp(x).sum(0)), (ones(512, 512),)),
+        (
+            lambda q, k: jnp.einsum("bthd,bshd->bhts", q, k),
+            (ones(4, 64, 4, 32), ones(4, 64, 4, 32)),
+        ),
+        (
+            lambda x, g: jax.vjp(lambda k: conv(x, k), jnp.zeros((3, 3, 16, 16)))[1](g),
+            (ones(4, 16, 16, 16), ones(4, 16, 16, 16)),
+        ),
+    ],
+)
+def test_a_workspace_is_about_what_xla_allocates(fun, args):
+    """As one node; scratch that XLA does not report is left out here."""
+    graph = poet_jax.trace(fun, *args)
+    node = as_node(graph)
+    analysis = jax.jit(fun).lower(*args).compile().memory_analysis()
+    known = workspace_bytes(node) - node_scratch(node)
+    assert analysis.temp_size_in_bytes - 2**14 <= known
+    assert known <= 1.25 * analysis.temp_size_in_bytes + 2**14
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        jnp.sort,
+        lambda x: jax.lax.scan(lambda c, _: (jnp.sort(c), None), x, length=3)[0],
+        lambda x: jnp.fft.fft(x).real,
+    ],
+)
+def test_scratch_of_twice_as_long_rows_is_twice_as_much(fun):
+    def scratch(length):
+        return sum(map(node_scratch, poet_jax.trace(fun, ones(2, length)).nodes))
+
+    assert scratch(2048) == 2 * scratch(1024) > 0
+
+
+def test_scratch_of_twice_as_many_images_is_twice_as_much_but_for_the_kernel():
+    def scratch(batch):
+        args = images(batch, 16, 4, 128)
+        return sum(map(node_scratch, poet_jax.trace(conv, *args).nodes))
+
+    kernel_bytes = 9 * 4 * 128 * 4
+    assert scratch(4) - kernel_bytes == 2 * (scratch(2) - kernel_bytes) > 0
+
+
+def test_measured_nodes_cause_no_effects_and_leave_nothing_behind():
     seen = []
 
     def fun(key, x):
@@ -120,13 +245,16 @@ def test_a_measured_device_times_nodes_and_causes_no_effects():
 
     args = jax.random.key(0), ones(64, 64)
     graph = poet_jax.trace(fun, *args)
-    device = dataclasses.replace(DEVICE, measured=True)
-    costs = poet_jax.price(graph, device)
+    modelled = poet_jax.price(graph, CALIBRATED)
+    measured = poet_jax.price(graph, CALIBRATED, measure=True)
     jax.effects_barrier()
     assert not seen
-    for node, seconds in zip(graph.nodes, costs.seconds, strict=True):
-        assert (seconds > 0) == node.repeatable
-    np.testing.assert_allclose(costs.joules, costs.seconds * device.compute_watts)
+    for number, node in enumerate(graph.nodes):
+        same = measured.seconds[number] == modelled.seconds[number]
+        assert same != node.repeatable and measured.seconds[number] > 0
+    np.testing.assert_allclose(measured.joules, measured.seconds * DEVICE.compute_watts)
+    again = poet_jax.price(graph, CALIBRATED)
+    assert list(again.seconds) == list(modelled.seconds)
 
 
 def doubled(x):
@@ -153,22 +281,18 @@ def test_what_needs_data_is_not_run_on_zeros(function):
         return jnp.sin(y) @ y, y
 
     graph = poet_jax.coarsen(poet_jax.trace(fun, ones(64, 64)))
-    measured = poet_jax.price(graph, dataclasses.replace(DEVICE, measured=True))
+    measured = poet_jax.price(graph, DEVICE, measure=True)
     modelled = poet_jax.price(graph, DEVICE)
     (node,) = [n for n, node in enumerate(graph.nodes) if node.needs_data]
     assert measured.seconds[node] == modelled.seconds[node] > 0
     assert measured.joules[node] == modelled.joules[node] > 0
-    everything = poet_jax.keep_all(graph, measured, poet_jax.Budget(2**30))
-    fused = poet_jax.fuse(poet_jax.lower(graph, everything), measured, 2**30)
-    (run,) = [x for x in fused.instructions if isinstance(x, poet_jax.Fused)]
-    assert run.seconds is None
 
 
 def test_rbg_keys_can_be_timed():
     graph = poet_jax.trace(
         lambda key: jax.random.bits(key, (4,)), jax.random.key(0, impl="rbg")
     )
-    costs = poet_jax.price(graph, dataclasses.replace(DEVICE, measured=True))
+    costs = poet_jax.price(graph, DEVICE, measure=True)
     assert (costs.seconds > 0).all()
 
 
@@ -221,8 +345,8 @@ def test_an_instance_is_read_as_it_was_written(tmp_path):
     assert list(costs.page_out_joules) == [6.0] * 3
     assert not graph.outputs and not graph.arguments
     plan = poet_jax.keep_all(graph, costs, poet_jax.Budget(15))
-    with pytest.raises(poet_jax.PlanInvalid, match="instance"):
-        poet_jax.HostExecutor()(poet_jax.lower(graph, plan))
+    with pytest.raises(ValueError, match="instance"):
+        poet_jax.emit(poet_jax.lower(graph, plan))
 
 
 @pytest.mark.parametrize("seconds", [-1.0, math.nan])

@@ -11,7 +11,7 @@ from strategies import HEURISTICS, attempt, budgeted_graphs, solvers
 import poet_jax
 from poet_jax.in_place import replaceable
 from poet_jax.plan import Compute, Free, PageIn, PageOut
-from poet_jax.simulate import alive_at_peak, expected_seconds
+from poet_jax.simulate import alive_at_peak
 
 
 def case(seconds=(2, 3, 1), out=4, back=5, **options):
@@ -223,38 +223,6 @@ def test_usage_adds_up(case):
         assert usage.bytes_paged_out == costs.nbytes[outs].sum()
         most = usage.bytes_paged_out + graph.stored_bytes
         assert graph.stored_bytes <= usage.store_bytes <= most
-
-
-@settings(max_examples=100)
-@given(case=budgeted_graphs())
-def test_memory_that_others_have_freed_takes_time_to_hand_over(case):
-    """Expected, not planned, before each of several executables that take 1 MiB."""
-    graph, costs, budget = case
-    slower = dataclasses.replace(costs, handover_seconds=3.0)
-    for planner in HEURISTICS.values():
-        plan = attempt(planner, graph, costs, budget)
-        if isinstance(plan, poet_jax.BudgetTooSmall):
-            continue
-        program = poet_jax.lower(graph, plan)
-        usage = poet_jax.simulate(program, costs)
-        takes = []
-        ram = set(program.graph.initial)
-        for row, x in enumerate(program.instructions):
-            if isinstance(x, Compute):
-                before = sum(costs.nbytes[v] for v in ram)
-                takes.append(usage.live_bytes[row] - before >= 2**20)
-                ram -= {old for old, _ in program.replaces.get(row, ())}
-                ram |= set(graph.nodes[x.node].writes)
-            elif isinstance(x, PageIn):
-                ram.add(x.value)
-            elif isinstance(x, Free):
-                ram.discard(x.value)
-        assert poet_jax.simulate(program, slower).seconds == usage.seconds
-        handed = 3.0 * sum(takes) * (len(takes) > 1)
-        more = expected_seconds(program, slower) - expected_seconds(program, costs)
-        assert more <= handed / (1 - costs.contention) + 1e-9
-        if not usage.bytes_paged_in + usage.bytes_paged_out:
-            assert more == pytest.approx(handed)
 
 
 def test_workspace_lasts_only_while_its_node_runs():

@@ -14,6 +14,8 @@ from toy import OPTIONS, W, X, gradient, loss, schedule
 import poet_jax
 from poet_jax.plan import Compute
 
+BUDGETS = ["1GiB", "75%"]  # nothing is repeated or paged, and something is
+
 
 def smallest_bytes(fun, *args, **options):
     """The smallest budget that works."""
@@ -96,12 +98,11 @@ def test_what_was_jitted_already_keeps_its_static_arguments():
 @pytest.mark.parametrize(
     "budget", [2**30, "1GiB", "150%", poet_jax.Budget(2**30), float("inf")]
 )
-def test_a_budget_beyond_keep_all_is_keep_all_and_says_so(budget, caplog):
+def test_a_budget_beyond_keep_all_is_keep_all_and_says_so(budget):
     scheduled = schedule(gradient, budget)
-    with caplog.at_level(logging.INFO, "poet_jax"):
-        plan = scheduled.plan(W, X)
-    assert "nothing is repeated or paged" in caplog.text
+    plan = scheduled.plan(W, X)
     assert "nothing is repeated or paged" in str(plan)
+    assert plan.compilations == 1
     nodes = range(len(plan.graph.nodes))
     assert plan.plan.actions == tuple(map(Compute, nodes))
     assert plan.usage.peak_bytes == plan.baseline.peak_bytes
@@ -119,9 +120,10 @@ def test_every_form_of_a_budget_is_kept(form):
 
 
 def test_a_percentage_is_of_what_keep_all_needs():
-    plan = schedule(gradient, "90%").plan(W, X)
-    assert plan.budget.memory_bytes == int(0.9 * plan.baseline.peak_bytes)
-    assert plan.usage.peak_bytes <= plan.budget.memory_bytes
+    everything = schedule(gradient, "100%").plan(W, X).budget.memory_bytes
+    plan = schedule(gradient, "70%").plan(W, X)
+    assert plan.budget.memory_bytes == int(0.7 * everything)
+    assert plan.compiled_bytes <= plan.budget.memory_bytes
     assert "The budget covers keep-all" not in str(plan)
 
 
@@ -206,9 +208,9 @@ def test_a_function_may_take_nothing_and_give_nothing(fun):
 
 def test_typed_keys_draw_the_same_bits():
     def noisy(key, w, x):
-        for key_ in jax.random.split(key, 3):
-            x = jnp.tanh(x @ w) * jax.random.bernoulli(key_, 0.5, x.shape)
-        return (x**2).sum(), jax.random.fold_in(key, 1)
+        first, second = jax.random.split(key)
+        x = x * jax.random.bernoulli(first, 0.5, x.shape)
+        return loss(w, x), second
 
     fun = jax.grad(noisy, argnums=1, has_aux=True)
     args = jax.random.key(3), W, X
@@ -218,7 +220,6 @@ def test_typed_keys_draw_the_same_bits():
     assert key == expected_key
     run = scheduled.last_run
     assert run.recomputed or run.bytes_paged_in
-    assert run.peak_bytes == scheduled.plan(*args).usage.peak_bytes
 
 
 def test_the_same_array_may_be_passed_twice():
@@ -324,6 +325,8 @@ def test_a_plan_of_shapes_is_the_plan_of_arrays_and_runs_nothing():
     assert not ran and scheduled.last_run is None
     assert scheduled.plan(W, X) is plan
     other = schedule(fun, "90%").plan(W, X)
+    jax.effects_barrier()
+    assert not ran
     assert other.plan.actions == plan.plan.actions
     assert other.graph.fingerprint == plan.graph.fingerprint
     scheduled(W, X)
@@ -344,7 +347,7 @@ def test_a_plan_is_jsons_and_figures_too(tmp_path):
     again = plan.from_json(tmp_path / "plan.json")
     assert again.plan == plan.plan and again.budget == plan.budget
     assert again.program.instructions == plan.program.instructions
-    assert str(again) == str(plan)
+    assert str(plan).startswith(str(again))
     plan.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
@@ -356,8 +359,11 @@ def test_a_run_measures_what_was_planned():
     scheduled(W, X)
     run = scheduled.last_run
     assert isinstance(run, poet_jax.Run)
-    assert run.peak_bytes == plan.usage.peak_bytes < plan.baseline.peak_bytes
+    assert plan.usage.peak_bytes < plan.baseline.peak_bytes
+    assert run.peak_bytes == plan.compiled_bytes <= plan.budget.memory_bytes
     assert run.recomputed == plan.program.recomputed
+    assert run.bytes_paged_in == plan.usage.bytes_paged_in
+    assert run.bytes_paged_out == plan.usage.bytes_paged_out
     assert run.recomputed or run.bytes_paged_in
     assert run.seconds > 0 and str(run)
 
@@ -365,23 +371,24 @@ def test_a_run_measures_what_was_planned():
 def test_the_milp_is_the_default_and_runs_what_it_plans():
     assert poet_jax.schedule(gradient, "90%").planner == poet_jax.MilpPlanner()
     planner = poet_jax.MilpPlanner(time_limit_seconds=5)
-    scheduled = schedule(gradient, "85%", planner=planner)
+    scheduled = schedule(gradient, "65%", planner=planner)
     assert_same(scheduled(W, X), jax.jit(gradient)(W, X))
     plan = scheduled.plan(W, X)
     assert plan.plan.planner == "MilpPlanner"
-    assert scheduled.last_run.peak_bytes == plan.usage.peak_bytes
-    assert plan.usage.peak_bytes <= plan.budget.memory_bytes
+    assert scheduled.last_run.peak_bytes == plan.compiled_bytes
+    assert plan.compiled_bytes <= plan.budget.memory_bytes
 
 
-class Counted:
-    """Counts how often it plans."""
+def counted(fun):
+    """(fun, a list that grows with each trace of it)"""
+    traces = []
 
-    def __init__(self):
-        self.calls = 0
+    @functools.wraps(fun)
+    def traced(*args):
+        traces.append(args)
+        return fun(*args)
 
-    def __call__(self, graph, costs, budget):
-        self.calls += 1
-        return poet_jax.greedy(graph, costs, budget)
+    return traced, traces
 
 
 def warnings_of(caplog):
@@ -398,26 +405,57 @@ def warnings_of(caplog):
     ids=["shape", "dtype", "tree"],
 )
 def test_a_new_plan_is_made_once_and_its_reason_logged(change, reason, caplog):
-    planner = Counted()
-    scheduled = schedule(lambda b: b["x"].sum(), "1GiB", planner=planner)
+    fun, traces = counted(lambda b: b["x"].sum())
+    scheduled = schedule(fun, "1GiB")
     scheduled({"x": X})
-    assert planner.calls == 1 and not warnings_of(caplog)
+    once = len(traces)
+    assert not warnings_of(caplog)
     for _ in range(2):
         for batch in (change, {"x": X}):
             np.testing.assert_allclose(
                 scheduled(batch), jax.jit(jnp.sum)(batch["x"]), rtol=1e-2, atol=0.1
             )
-    assert planner.calls == 2
+    assert len(traces) == 2 * once
     (message,) = warnings_of(caplog)
     assert reason in message
 
 
 def test_new_values_of_the_same_types_plan_nothing():
-    planner = Counted()
-    scheduled = schedule(lambda x, y: x * y, "1GiB", planner=planner)
+    fun, traces = counted(lambda x, y: x * y)
+    scheduled = schedule(fun, "1GiB")
+    scheduled.plan(X, 1.0)
+    once = len(traces)
     for x, y in ((X, 1.0), (np.asarray(X) + 1, 2.0), (X + 2, 3.0)):
         assert_same(scheduled(x, y), jax.jit(jnp.multiply)(x, y))
-    assert planner.calls == 1
+    assert len(traces) == once
+
+
+def test_a_weak_type_is_another_type_also_when_nothing_else_changes():
+    scheduled, x = schedule(jnp.multiply, "1GiB"), jnp.ones(4, jnp.bfloat16)
+    for y in (np.float32(2), 2.0, np.float32(2), np.float64(2), jnp.float32(2)):
+        assert_same(scheduled(x, y), jax.jit(jnp.multiply)(x, y))
+
+
+def test_a_static_argument_is_compared_at_every_call():
+    """Also where something was planned, but not called, since the latest call."""
+
+    def scale(x, n):
+        return x * n
+
+    scheduled = schedule(scale, "1GiB", static_argnums=1)
+    scheduled(X, 2)
+    scheduled.plan(X, 3)
+    for n in (3, 2, 3):
+        assert_same(scheduled(X, n), n * X)
+    with pytest.raises(ValueError, match="hash"):
+        scheduled(X, np.ones(2))
+
+
+def test_planning_leaves_constants_to_the_step():
+    """What a function makes of no argument is made when it runs, as under jit."""
+    scheduled = schedule(lambda x: (x[:, None] + jnp.arange(2.0**18)).sum(), "1GiB")
+    text = scheduled.lower(jnp.ones(1)).compile().xla.as_text()
+    assert "iota" in text and len(text) < 2**17
 
 
 # Under other transformations, and as one.
@@ -441,7 +479,7 @@ def test_it_may_be_called_with_arrays_while_another_function_is_traced():
         assert_same(scheduled(x), jnp.sin(x))
 
 
-def test_threads_may_share_a_step_that_is_one_executable():
+def test_threads_may_share_a_step():
     """Each donates its own state, which another thread's call may have to wait for."""
     scheduled = schedule(lambda w: {"w": w + 1}, "1GiB", donate_argnums=0)
     scheduled(jnp.zeros(8))
@@ -461,35 +499,42 @@ def test_threads_may_share_a_step_that_is_one_executable():
         sys.setswitchinterval(interval)
 
 
-@pytest.mark.parametrize("fuse", [True, False], ids=["one executable", "by node"])
-def test_a_setting_of_jax_counts_as_under_jit(fuse):
-    def fun(x):
-        return jnp.tanh(x @ x).astype(float) * 0.1
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_setting_of_jax_counts_as_under_jit(budget):
+    def fun(w, x):
+        return gradient(w, x).astype(float) * 0.1
 
-    scheduled = schedule(fun, "1GiB", executor=poet_jax.HostExecutor(fuse=fuse))
-    x = np.ones((4, 4), np.float32)
+    scheduled, args = schedule(fun, budget), (np.array(W), np.array(X))
     for _ in range(2):
-        assert scheduled(x).dtype == jnp.float32
+        assert scheduled(*args).dtype == jnp.float32
         with jax.enable_x64(True):
-            assert scheduled(x).dtype == jnp.float64
+            assert scheduled(*args).dtype == jnp.float64
+    prints = [scheduled.plan(*args).graph.fingerprint]
+    with jax.default_matmul_precision("highest"):
+        prints.append(scheduled.plan(*args).graph.fingerprint)
+    assert prints[0] != prints[1]
     with jax.disable_jit():
-        assert_same(scheduled(x), fun(x))
+        assert_same(scheduled(*args), fun(W, X))
 
 
-@pytest.mark.parametrize("fuse", [True, False], ids=["one executable", "by node"])
-def test_a_nan_stops_the_step_where_jax_is_asked_to(fuse):
-    scheduled = schedule(
-        lambda x: jnp.log(x).sum(), "1GiB", executor=poet_jax.HostExecutor(fuse=fuse)
-    )
-    with jax.debug_nans(True):
-        assert scheduled(np.ones(3, np.float32)) == 0
-        with pytest.raises(FloatingPointError):
-            scheduled(-np.ones(3, np.float32))
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_nan_stops_the_step_where_jax_is_asked_to(budget):
+    def fun(w, x):
+        return jnp.log(gradient(w, x).sum() ** 2 * x[0, 0])
+
+    scheduled = schedule(fun, budget)
+    for _ in range(2):
+        assert jnp.isnan(scheduled(W, -jnp.abs(X)))
+        with jax.debug_nans(True):
+            assert scheduled(W, jnp.abs(X)) != 0
+            with pytest.raises(FloatingPointError):
+                scheduled(W, -jnp.abs(X))
 
 
 @pytest.mark.parametrize("budget", ["1GiB", "90%"])
 def test_what_zeros_would_make_of_a_node_is_no_nan_of_the_step(budget):
-    """Nodes are timed on zeros, here with a division by what they sum to."""
+    """Nodes are timed on zeros, here with a division by what they sum to, and branches
+    that are not taken make zeros."""
 
     def norm(x):
         y = jnp.sin(x) @ x.T
@@ -501,19 +546,19 @@ def test_what_zeros_would_make_of_a_node_is_no_nan_of_the_step(budget):
         assert_same(step(x), jax.value_and_grad(norm)(x))
 
 
-@pytest.mark.parametrize("fuse", [True, False], ids=["one executable", "by node"])
-def test_an_output_given_twice_is_two_arrays(fuse):
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_an_output_given_twice_is_two_arrays(budget):
     """Donating one of them leaves the other."""
 
     def step(w):
-        new = w * 2
+        new = w - gradient(w, X)
         return new, {"copy": new}
 
-    executor = poet_jax.HostExecutor(fuse=fuse)
-    scheduled = schedule(step, "1GiB", donate_argnums=0, executor=executor)
-    new, aux = scheduled(jnp.ones(400))
+    scheduled = schedule(step, budget, donate_argnums=0)
+    new, aux = scheduled(W.copy())
+    expected = np.array(new)
     scheduled(new)
-    assert_same(aux["copy"], 2 * jnp.ones(400))
+    np.testing.assert_array_equal(aux["copy"], expected)
 
 
 def test_it_may_close_over_a_tracer():
@@ -540,46 +585,12 @@ def test_value_and_grad_is_jaxs(argnums, has_aux):
     assert scheduled.last_run.peak_bytes <= scheduled.plan(W, X).budget.memory_bytes
 
 
-# On an accelerator, whose arrays the host cannot write to.
-
-
-@pytest.mark.parametrize("make", [None, poet_jax.FileStore])
-def test_on_an_accelerator_pages_go_through_host_memory(make, monkeypatch):
-    """With the CPU's arrays, as no accelerator is at hand."""
-
-    def step(w, x):
-        for _ in range(4):
-            x = jnp.sin(x @ w)
-        return (x**2).mean()
-
-    kinds = []
-
-    def write_array(store, key, array, name):
-        write(store, key, array, name)
-        kinds.append(store._pages[key].sharding.memory_kind)
-
-    write = poet_jax.HostStore.write_array
-    monkeypatch.setattr(poet_jax.HostStore, "write_array", write_array)
-    w, x = jax.random.normal(jax.random.key(0), (2, 700, 700)) / 40
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    executor = poet_jax.HostExecutor(make and make(), fuse=False)
-    assert isinstance(executor.store, make or poet_jax.HostStore)
-    options = {"planner": poet_jax.paging_only, "executor": executor}
-    planned = tight(jax.grad(step), w, x, **options)
-    assert_same(planned(w, x), jax.jit(jax.grad(step))(w, x))
-    usage = planned.plan(w, x).usage
-    assert planned.last_run.bytes_paged_out == usage.bytes_paged_out > 0
-    assert planned.last_run.peak_bytes == usage.peak_bytes
-    assert executor.store.nbytes == 0
-    assert set(kinds) == (set() if make else {"pinned_host"})
-
-
 def test_a_numpy_array_that_a_function_closes_over_is_copied_as_under_jit():
     # JAX shares the memory of aligned arrays.
     raw = np.zeros(W.nbytes + 64, np.uint8)
     weights = raw[-raw.ctypes.data % 64 :][: W.nbytes].view(W.dtype).reshape(W.shape)
     weights[:] = W
-    scheduled = schedule(jax.grad(lambda x: loss(weights, x)), "80%")
+    scheduled = schedule(jax.grad(lambda x: loss(weights, x)), "70%")
     before = np.array(scheduled(X))
     weights[:] = 0
     np.testing.assert_array_equal(scheduled(X), before)

@@ -12,14 +12,12 @@ from flax import nnx
 from test_errors import assert_three_sentences
 
 import poet_jax
-import poet_jax.paged
+import poet_jax.stores.paged
 from poet_jax.update import Update, bias_only, full, last_blocks, lora, parse_update
 
 OPTIONS = {
     "planner": poet_jax.greedy,
     "device": poet_jax.devices.RASPBERRY_PI_4,
-    # Node by node, so that the tests share what they compile.
-    "executor": poet_jax.HostExecutor(fuse=False),
 }
 train_step = functools.partial(poet_jax.train_step, **OPTIONS)
 KEY = jax.random.key(0)
@@ -361,11 +359,11 @@ def test_statistics_of_batch_norm_may_be_kept(world):
 
 def test_state_on_storage_is_updated_in_part(monkeypatch):
     store = poet_jax.HostStore()
-    monkeypatch.setattr(poet_jax.paged, "SMALL_BYTES", 256)
+    monkeypatch.setattr(poet_jax.stores.paged, "SMALL_BYTES", 256)
     update = Update({"block_*/kernel": 0.25, "**/bias": 1.0}, channels="norm")
     expected, paged = (
         Linen(update),
-        Linen(update, executor=poet_jax.HostExecutor(store, fuse=False)),
+        Linen(update, executor=poet_jax.HostExecutor(store)),
     )
     paged.state = poet_jax.to_storage(paged.state, store, min_bytes=256)
     for trainer in (expected, paged):
@@ -457,7 +455,7 @@ def test_a_quarter_of_the_channels_saves_a_quarter_of_the_activation():
             step,
             "100%",
             donate_argnums=0,
-            **OPTIONS | {"executor": poet_jax.HostExecutor(fuse=False)},
+            **OPTIONS,
         )
         graph = scheduled.plan(params, jnp.ones((n, 8))).graph
         scheduled(params, jnp.ones((n, 8)))

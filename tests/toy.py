@@ -1,5 +1,4 @@
-"""A small function to schedule, and `schedule` node by node with a fixed device and
-planner."""
+"""A small function to schedule, and `schedule` with a fixed device and planner."""
 
 import functools
 
@@ -11,8 +10,6 @@ import poet_jax
 OPTIONS = {
     "planner": poet_jax.greedy,
     "device": poet_jax.devices.RASPBERRY_PI_4,
-    # As one executable it would fit where a test wants a plan.
-    "executor": poet_jax.HostExecutor(fuse=False),
 }
 schedule = functools.partial(poet_jax.schedule, **OPTIONS)
 W = jnp.eye(16) * 0.9 + 0.01
