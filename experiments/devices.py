@@ -37,7 +37,7 @@ def page() -> str:
         lines += ["| constant | value | origin |", "|---|---|---|"]
         for field in dataclasses.fields(device):
             value = getattr(device, field.name)
-            if field.name in ("name", "source") or value == field.default:
+            if field.name in ("name", "source") or value in (field.default, {}):
                 continue
             origin = device.origin(field.name)
             lines.append(f"| `{field.name}` | {value:.6g} | {origin} |")

@@ -8,7 +8,7 @@ and times `jax.jit` of the same step: as it was written, and in the forms that
 (`price(..., measure=True)`), and compares what the model says of each: rank correlation
 and the quartiles of planned over measured. The machine is calibrated anew before each
 model, as other work on it would count otherwise; with --kept it is `poet_jax.host()`.
-It writes experiments/results/prediction/prediction.csv, in about ten minutes on two
+It writes experiments/results/prediction/prediction.csv, in some fifteen minutes on two
 cores, and with --nodes it prints the nodes that are furthest off.
 """
 
@@ -41,11 +41,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "mlp": lambda: flax_case("mlp:width=512", 128, "digits"),
     "cnn": lambda: flax_case("cnn:dropout=0", 32, "photos"),
     "gru": gru_case,
-    "gpt:layers=4,width=128,heads=4": lambda: flax_case(
-        "gpt:layers=4,width=128,heads=4", 8, "text"
-    ),
+    "gpt4": lambda: flax_case("gpt:layers=4,width=128,heads=4", 8, "text"),
     "unet": lambda: unet_case(16),
-    "resnet18, 32 images": lambda: flax_case("resnet18", 32, "photos"),
+    "resnet18_32": lambda: flax_case("resnet18", 32, "photos"),
     "resnet18": lambda: flax_case("resnet18", 64, "photos"),
     "bert6": lambda: flax_case("bert6", 8, "text"),
 }

@@ -108,7 +108,7 @@ PROBES = (
     Probe(
         "filter_gradient",
         _filter_gradient,
-        ((1, 32, 32, 64), (3, 3, 64, 64), (1, 32, 32, 64)),
+        ((4, 32, 32, 64), (3, 3, 64, 64), (4, 32, 32, 64)),
     ),
     Probe(
         "filter_gradient",

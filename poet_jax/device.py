@@ -161,7 +161,7 @@ class DeviceProfile:
         field = {f.name: f for f in dataclasses.fields(self)}[attribute]
         if isinstance(self.source, str):
             return self.source
-        given = getattr(self, attribute) != field.default
+        given = getattr(self, attribute) not in (field.default, {})
         return self.source.get(attribute, "no origin stated" if given else "default")
 
     def save(self, path: str | os.PathLike) -> None:

@@ -28,8 +28,15 @@ class Work(NamedTuple):
     Attributes:
       kind: a row of the table of rates, without the type.
       dtype: of what is computed.
-      amount: what the rate is for, as FLOPs or elements.
-      size: what the rate depends on, as the smallest side of a matrix.
+      amount: how often a unit of it is done. The unit is a FLOP of "dot",
+        "convolution", "filter_gradient", "grouped_convolution", "fft" and
+        "factorization"; a comparison of "sort"; an element of a window of "window" and
+        "select_and_scatter"; an element read of "row_sum" and "column_sum"; an update
+        of "scatter"; else an element of the result.
+      size: what the seconds of a unit depend on: the cube root of a product's sides, of
+        convolutions the smaller of output channels and terms of a sum (or what
+        `_of_convolution` says), the length of a row of "sort" and "fft", the side of a
+        matrix, else elements.
     """
 
     kind: str
@@ -251,9 +258,8 @@ class _Partition:
         """Note operands whose elements XLA repeats in memory, as others do so, too."""
         shape = maker.result_shapes[0]
         for x in self.operands(maker):
-            same = [
-                e for e in self.readers[x] if e.result_shapes[0].shape == shape.shape
-            ]
+            sizes = [r.shape for e in self.readers[x] for r in e.result_shapes]
+            same = [size for size in sizes if size == shape.shape]
             if 1 < self.shapes[x].size < shape.size and len(same) > 1:
                 self.repeated[x, shape.shape] = nbytes_of(shape)
 
@@ -515,6 +521,8 @@ def copied_bytes(equation: Equation) -> int:
         ]
     elif equation.primitive.name.startswith("scatter") and arrays[1].ndim > 2:
         return nbytes_of(arrays[2])
+    elif equation.primitive.name == "select_and_scatter_add":
+        return 4 * nbytes_of(arrays[1])  # indices of what each window selects
     elif equation.primitive.name in _FACTORIZATIONS:
         return 2 * nbytes_of(arrays[0])
     else:

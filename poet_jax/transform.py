@@ -338,10 +338,10 @@ def schedule(
     Args:
       fun: any function that JAX can trace.
       budget: a `Budget`, a number of bytes, `"64MiB"`, or `"30%"` of keep-all's bytes.
-      device: prices the plan; this machine as measured by default.
+      device: prices the plan; this machine, calibrated, by default.
       planner: `MilpPlanner()` by default.
       executor: `HostExecutor()` by default.
-      plan_cache: a folder for plans and measured costs, so that a later start of the
+      plan_cache: a folder for plans, so that a later start of the
         same job plans nothing; see `cache.PlanCache`.
       passes: what is done to the graph of single equations, in turn. By default
         `narrow` (a slice of a product becomes the product of a slice), `associate`
