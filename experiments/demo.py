@@ -1,8 +1,8 @@
-"""ResNet-18 trained in 40 % of the memory that it needs, on this machine's CPU.
+"""ResNet-18 trained in half of the memory that it needs, on this machine's CPU.
 
 Command:  make demo            (or python -m experiments.demo)
 Time:     three to five minutes on 2 cores.
-Expect:   XLA to count at most 40 % of keep-all's 604 MiB; steps in 0.5 to 1.05 times
+Expect:   XLA to count at most half of what keep-all needs; steps in 0.5 to 1.05 times
           the time of jax.jit's, by the processor, as filter gradients are matrix
           products here, which outweighs what is computed twice and paged (see
           poet_jax.filter_gradients); gradients within 1e-5 of jax.grad's, in relative
