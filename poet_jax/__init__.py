@@ -20,7 +20,6 @@ from poet_jax.executor import HostExecutor, Run, release
 from poet_jax.explain import sizes
 from poet_jax.fold import fold
 from poet_jax.graph import Graph, Node, Value
-from poet_jax.lowerings import fastest
 from poet_jax.machine import host, host_path
 from poet_jax.narrow import narrow
 from poet_jax.node_costs import write_node_costs
@@ -97,7 +96,6 @@ __all__ = [
     "depthwise_convolutions",
     "devices",
     "effects",
-    "fastest",
     "filter_gradients",
     "fold",
     "emit",

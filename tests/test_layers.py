@@ -11,7 +11,7 @@ LAYERS = """
     units progress errors graph trace coarsen scratch recompute convolution depthwise
     pooling stores.store stores.library stores.paged stores kernels timing in_place
     order device devices.paper devices node_costs price calibrate machine plan
-    lowerings program simulate postpone planners planners.judge planners.keep_all
+    program simulate postpone planners planners.judge planners.keep_all
     planners.sqrt planners.greedy planners.repair planners.worker planners.solver
     planners.objective planners.choice planners.cuts planners.lift planners.rounds
     planners.bounds planners.neighbourhoods planners.formulation planners.milp
