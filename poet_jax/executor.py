@@ -241,7 +241,7 @@ class PagedStep:
                     f"{leaf.shape} that has been deleted. An argument that was donated "
                     "to an earlier call is gone. Use what that call returned."
                 )
-        copies = {v: self._copy(leaves, v) for v in sorted(graph.resident)}
+        copies, copied_now = self._copies(leaves)
         drop_copies()  # those of other steps are memory that this plan does not know of
         room = None
         landed: dict[int, PagedArray] = {}  # by flat output
@@ -274,20 +274,29 @@ class PagedStep:
         for value, place in graph.landing.items():
             checksums = written[PageOut(value)][:, 0].tolist()
             landed[place.leaf].set_checksums(place.block, checksums)
-        self.last_run = self._measured(start, records, stamps)
+        self.last_run = self._measured(start, records, stamps, copied_now)
         return jax.tree.unflatten(
             graph.out_tree, self._outputs(leaves, landed, results)
         )
 
-    def _copy(self, leaves: Sequence[Any], value: int) -> jax.Array:
-        """The copy in RAM of an argument on storage, which is read if there is none."""
-        place, described = self.graph.stored[value], self.graph.values[value]
-        copy = leaves[place.leaf].take_copy(place.block)
-        if copy is None:
-            data = np.empty(described.nbytes, np.uint8)
-            leaves[place.leaf].read(data, place.block, described.name)
-            copy = jax.device_put(data.view(described.dtype).reshape(described.shape))
-        return copy
+    def _copies(
+        self, leaves: Sequence[Any]
+    ) -> tuple[dict[int, jax.Array], dict[int, tuple[float, float]]]:
+        """The copies in RAM of arguments on storage, and when those were read of which
+        there was none: start and stop, on the clock of the stamps."""
+        copies, read = {}, {}
+        for value in sorted(self.graph.resident):
+            place, described = self.graph.stored[value], self.graph.values[value]
+            copy = leaves[place.leaf].take_copy(place.block)
+            if copy is None:
+                start = time.monotonic()
+                data = np.empty(described.nbytes, np.uint8)
+                leaves[place.leaf].read(data, place.block, described.name)
+                shaped = data.view(described.dtype).reshape(described.shape)
+                copy = jax.device_put(shaped)
+                read[value] = start, time.monotonic()
+            copies[value] = copy
+        return copies, read
 
     def _places(
         self, leaves: Sequence[Any], landed: dict[int, PagedArray], room: int | None
@@ -355,23 +364,30 @@ class PagedStep:
         start: float,
         records: list[tuple[PageIn | PageOut, np.ndarray]],
         stamps: np.ndarray,
+        copied_now: dict[int, tuple[float, float]],
     ) -> Run:
         graph, emitted = self.graph, self._emitted
         moved = {kind: 0 for kind in (PageIn, PageOut)}
         seconds = time.perf_counter() - start
         began = time.monotonic() - seconds  # on the clock of the stamps
         spans, arrivals = [], {}
+
+        def span(transfer: PageIn | PageOut, first: float, last: float) -> Span:
+            word = "page in" if isinstance(transfer, PageIn) else "page out"
+            name = f"{word} {graph.values[transfer.value].name}"
+            return Span(name, "storage", first - began, last - began)
+
+        for value, (first, last) in copied_now.items():
+            moved[PageIn] += graph.values[value].nbytes
+            spans.append(span(PageIn(value), first, last))
+        waiting = sum(last - first for first, last in copied_now.values())
         for transfer, rows in records:
             starts, stops = _seconds(rows[:, 1:3]), _seconds(rows[:, 3:5])
             moved[type(transfer)] += graph.values[transfer.value].nbytes
-            word = "page in" if isinstance(transfer, PageIn) else "page out"
-            name = f"{word} {graph.values[transfer.value].name}"
-            for first, last in zip(starts, stops, strict=True):
-                spans.append(Span(name, "storage", first - began, last - began))
+            spans += map(span, [transfer] * len(rows), starts, stops)
             if isinstance(transfer, PageIn):
                 arrivals[transfer.value] = stops.max()
         storage = sum(x.stop_seconds - x.start_seconds for x in spans)
-        waiting = 0.0
         times = _seconds(stamps)
         for stage, time_ in zip(emitted.timed, times, strict=False):
             here = [arrivals.pop(v) for v in stage.reads if v in arrivals]
@@ -380,14 +396,8 @@ class PagedStep:
             for stage, first, last in zip(
                 emitted.timed, times, times[1:], strict=False
             ):
-                spans.append(
-                    Span(
-                        _name(graph, stage.nodes),
-                        "compute",
-                        first - began,
-                        last - began,
-                    )
-                )
+                name = _name(graph, stage.nodes)
+                spans.append(Span(name, "compute", first - began, last - began))
         return Run(
             seconds,
             self.nbytes,

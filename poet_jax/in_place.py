@@ -23,10 +23,11 @@ def replaceable(graph: Graph) -> tuple[Pairs, ...]:
 
 def replaced(graph: Graph, number: int, dead: Collection[int]) -> Pairs:
     """Pairs (old, new) of values: a node writes `new`, and may write it over `old`, one
-    of `dead`, which nobody reads after it, and an argument of the same shape and type
-    that is donated or on storage.
+    of `dead`, which nobody reads after it, and a donated argument in RAM of the same
+    shape and type.
 
-    So an optimizer's update takes no more memory than the state that it replaces.
+    So an optimizer's update takes no more memory than the state that it replaces. What
+    was paged in is not written over: XLA makes such a buffer anew.
     """
     return _in_place(graph).replaced(number, dead)
 
@@ -36,7 +37,8 @@ class _InPlace:
 
     def __init__(self, graph: Graph):
         self._graph: Any = weakref.proxy(graph)
-        free = graph.donated.union(graph.stored).difference(graph.returned)
+        paged = graph.stored.keys() - graph.resident
+        free = (graph.donated | graph.resident) - paged.union(graph.returned)
         self.olds = [
             free.intersection(node.reads) if node.equations else frozenset()
             for node in graph.nodes

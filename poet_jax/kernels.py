@@ -53,7 +53,7 @@ class Kernel:
       work: of the equations fused in it.
       moved_bytes: that it reads and writes.
       copied_bytes: of operands and results in another layout, allocated meanwhile.
-      scratch_bytes: allocated by a library meanwhile.
+      scratch_bytes: allocated by a library, or for a random generator, meanwhile.
       reads, writes: numbers of values in memory, local to the node.
       in_place: whether a result can be over an operand that nothing else reads.
       runs: how often.
@@ -322,6 +322,7 @@ class _Partition:
             return Kernel((), 0.0, reads, writes, own, scratch, body=body)
         moved = sum(map(nbytes_of, (*equation.operand_shapes, *equation.result_shapes)))
         copied = copied_bytes(equation)
+        scratch += _threefry_bytes(equation)
         work = tuple(equation_work(equation))
         in_place = equation.primitive.name.startswith(("scatter", "dynamic_update"))
         return Kernel(
@@ -531,6 +532,17 @@ def copied_bytes(equation: Equation) -> int:
     if arrays[0].dtype.itemsize == 2:  # computed in float32
         nbytes += 2 * sum(map(nbytes_of, arrays))
     return nbytes
+
+
+def _threefry_bytes(equation: Equation) -> int:
+    """Threefry draws two words for each element, and XLA copies what its loop takes; of
+    these four words the result is one, if it has 32 bits."""
+    if equation.primitive.name != "random_bits":
+        return 0
+    (key,), (result,) = equation.operand_shapes, equation.result_shapes
+    if str(key.dtype) != "key<fry>":
+        return 0
+    return (12 if result.dtype.itemsize == 4 else 16) * result.size
 
 
 def _is_matrix(

@@ -237,7 +237,8 @@ def make_schedule(
 ) -> Schedule:
     """Plan `graph` within `budget`, and compile the plan.
 
-    A percentage is of what keep-all needs, as one compiled program if it is compiled.
+    A percentage is of what keep-all needs, as one compiled program if it is compiled:
+    estimated, or counted by XLA if that is more and was worth a compilation.
     `store_bytes` is the device's room, for a budget that does not say. `build` compiles
     a program in stages; without it nothing is compiled. `whole` compiles the function
     as `jax.jit` does, which is what runs if the budget covers that. `scratch` [N] is
@@ -248,33 +249,32 @@ def make_schedule(
     most_bytes = everything.usage.peak_bytes
     if build is not None:
         most_bytes = keep_all_bytes(graph, costs, scratch or [0] * len(graph.nodes))
-    budget = parse_budget(budget, most_bytes).on_storage_of(store_bytes, graph)
 
-    def as_whole(memory_bytes: int) -> Schedule | None:
-        if whole is None or everything.usage.peak_bytes > HOPE * memory_bytes:
-            return None
+    def within(most_bytes: int) -> Budget:
+        return parse_budget(budget, most_bytes).on_storage_of(store_bytes, graph)
+
+    limits = within(most_bytes)
+    if whole is not None and everything.usage.peak_bytes <= HOPE * limits.memory_bytes:
         step = whole()
+        limits = within(max(most_bytes, step.nbytes))
         plan = _best_of_all(everything, planner)
-        schedule = Schedule.of(graph, costs, budget, plan, everything.program)
-        schedule = dataclasses.replace(schedule, step=step, compilations=1)
-        late = budget.seconds is not None and schedule.usage.seconds > budget.seconds
-        return schedule if step.nbytes <= memory_bytes and not late else None
-
-    if (schedule := as_whole(budget.memory_bytes)) is not None:
-        return schedule
+        schedule = Schedule.of(graph, costs, limits, plan, everything.program)
+        late = limits.seconds is not None and schedule.usage.seconds > limits.seconds
+        if step.nbytes <= limits.memory_bytes and not late:
+            return dataclasses.replace(schedule, step=step, compilations=1)
     step, compilations = None, 0
     if build is None:
-        plan = planner(graph, costs, budget)
+        plan = planner(graph, costs, limits)
     else:
         attempt, compilations = compile_within(
-            graph, costs, planner, budget, build, scratch
+            graph, costs, planner, limits, build, scratch
         )
         plan, step = attempt.plan, attempt.step
-    schedule = Schedule.of(graph, costs, budget, plan)
+    schedule = Schedule.of(graph, costs, limits, plan)
     used = _as_compiled(schedule.usage, None if step is None else step.nbytes)
-    if not fits(used, budget):
+    if not fits(used, limits):
         raise PlanInvalid(
-            f"{plan.planner} was asked for a plan within {budget}, and its "
+            f"{plan.planner} was asked for a plan within {limits}, and its "
             f"plan uses {schedule.usage}. Its own rules allow that plan, the "
             "simulator's do not. Type a larger budget for it, or use "
             "poet_jax.MilpPlanner()."

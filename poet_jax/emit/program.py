@@ -199,7 +199,7 @@ class _Walk:
         if not after:
             results = body(operands)
         elif stage.is_open:
-            fresh = [v for v in stage.reads if v not in stage.over]
+            fresh = [v for v in stage.reads if v not in stage.over] or stage.reads
             tied = self.target.tied([self.known[v] for v in fresh], after)
             known = self.known | dict(zip(fresh, tied, strict=True))
             results = body([known[v] for v in stage.reads])
@@ -249,7 +249,9 @@ class _Walk:
         return self.last[0]
 
     def stamp(self) -> None:
-        self.stamps.append(library.clock(self.after()))
+        now = library.clock(self.after())
+        self.stamps.append(now)
+        self.last.append(now)  # what follows may write over what this has read
 
 
 def _usable(arrays: Iterable[Any]) -> list[Any]:

@@ -31,6 +31,9 @@ class Stage:
 
 Step = Stage | PageOut | PageIn | Free
 
+# Adam replaces one array of the four that it reads if its moments are on storage.
+UPDATE = 0.2
+
 
 def cut(
     program: Program, costs: Costs | None = None, memory_bytes: float = 0
@@ -112,13 +115,14 @@ class _Cutter:
         self.live_bytes += new_bytes
 
     def _is_update(self, number: int, olds: list[int]) -> bool:
-        """Whether a node mostly reads what it is written over, as an optimizer does.
+        """Whether much of what a node reads is what it is written over, as with an
+        optimizer.
 
         What it reads besides may be of the stage's size: such a node is better a part
         of that, and the little that it replaces is copied.
         """
-        others = set(self.graph.nodes[number].reads).difference(olds)
-        return bool(olds) and self._total(olds) >= self._total(others)
+        reads = self.graph.nodes[number].reads
+        return bool(olds) and self._total(olds) >= UPDATE * self._total(reads)
 
     def _follows(self, reads: Iterable[int]) -> bool:
         """Whether some of the values are made by what follows the stage."""

@@ -27,6 +27,9 @@ MARGIN = 0.1
 # A stage may fill this much of the room: with larger ones XLA needs a tenth more of it,
 # and what it then fuses besides is worth less.
 STAGES = 0.7
+# XLA pads each small array to 64 bytes: a transfer's record, its place among the
+# results, and the number that says that it is done.
+RECORD_BYTES = 3 * 64
 # What is planned for the same share of room may need a little more of it.
 CLOSER = 0.98
 
@@ -87,6 +90,8 @@ def compile_within(
         stage_bytes = 0 if last else held_bytes + STAGES * (allowed - held_bytes)
         steps = cut(program, seen_costs, stage_bytes)
         planned_bytes = simulate(lower(seen, plan), seen_costs).peak_bytes
+        if tried and (plan, steps) == (tried[-1].plan, tried[-1].steps):
+            break
         step = build(program, steps)
         tried.append(Attempt(plan, program, steps, planned_bytes, step))
         excess = step.nbytes - limit
@@ -106,7 +111,7 @@ def compile_within(
         room = (limit - held_bytes) / max(step.nbytes - held_bytes, 1)
         planned = min(allowed, planned_bytes) - held_bytes
         allowed = max(1, held_bytes + int(CLOSER * room * planned))
-    leanest = tried[-1]
+    leanest = min(tried, key=lambda attempt: attempt.step.nbytes)
     raise budget_too_small(
         seen,
         seen_costs,
@@ -141,7 +146,8 @@ def as_allocated(
     end. So results take no room of their own when they are computed; one argument more,
     which nobody reads, stands for them all. An argument that no result replaces is not
     freed, and neither arguments nor results are paged out. XLA's own room keeps its
-    size, too, so that the most of `scratch` comes on top of that, whenever it is taken.
+    size, too, so that the most of `scratch` comes on top of that, whenever it is taken,
+    and so do the records of transfers from and to state on storage.
     Nodes and values keep their numbers.
     """
     donated = [v for v in graph.donated if v not in graph.stored]
@@ -151,6 +157,7 @@ def as_allocated(
         unpaired[kind] = unpaired.get(kind, 0) + 1
     nbytes = np.array(costs.nbytes)
     own_bytes, replaced = max(scratch, default=0), set()
+    own_bytes += RECORD_BYTES * (len(graph.stored) + len(graph.landing))
     for v in graph.returned:
         if v in graph.producer:
             kind = graph.values[v].kind
