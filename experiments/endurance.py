@@ -25,7 +25,7 @@ from experiments.steps import write_result
 from poet_jax.units import format_bytes
 
 STEPS = flags.DEFINE_integer("steps", 2000, "Steps.", 10)
-BUDGET = flags.DEFINE_string("budget", "60%", "Budget of a step.")
+BUDGET = flags.DEFINE_string("budget", "75%", "Budget of a step.")
 OUTPUT = flags.DEFINE_string(
     "output", "experiments/results/endurance", "Folder for the result."
 )
@@ -39,7 +39,7 @@ def held(store: poet_jax.FileStore) -> dict[str, int]:
     return {
         "resident_bytes": memory.resident_bytes(),
         "store_bytes": store.nbytes,
-        "file_bytes": store.file_bytes,
+        "file_bytes": os.stat(store.descriptor()).st_size,
         "threads": threading.active_count(),
         "open_files": len(os.listdir("/proc/self/fd")),
     }

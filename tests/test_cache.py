@@ -15,7 +15,7 @@ from poet_jax.cache import PlanCache, plan_key
 from poet_jax.plan import plan_to_dict
 from poet_jax.planners import solver
 
-BUDGET = "75%"
+BUDGET = "68%"  # less than the function needs as jax.jit compiles it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ def test_the_second_start_plans_nothing_and_any_change_plans_again(tmp_path):
     assert again.plan == first.plan
     for change in (
         {"planner": Counting(margin=1)},
-        {"budget": "70%"},
+        {"budget": "66%"},
         {"device": poet_jax.devices.JETSON_TX2},
     ):
         count = len(Counting.calls)
@@ -121,7 +121,7 @@ from poet_jax.cache import plan_key
 from toy import W, X, gradient
 schedule = poet_jax.schedule(
     gradient,
-    "80%",
+    "68%",
     planner=poet_jax.greedy,
     device=poet_jax.devices.JETSON_TX2,
 ).plan(W, X)

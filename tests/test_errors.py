@@ -522,7 +522,7 @@ def test_a_file_whose_program_exceeds_its_budget_is_refused(tmp_path):
     plan = schedule(gradient, "80%").plan(W, X)
     plan.to_json(tmp_path / "plan.json")
     data = json.loads((tmp_path / "plan.json").read_text())
-    data["budget"]["memory_bytes"] = plan.usage.peak_bytes - 1
+    data["budget"]["memory_bytes"] = plan.compiled_bytes - 1
     (tmp_path / "plan.json").write_text(json.dumps(data))
     with pytest.raises(poet_jax.PlanInvalid) as caught:
         plan.from_json(tmp_path / "plan.json")

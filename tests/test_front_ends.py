@@ -6,17 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toy import STAGES
 
 import poet_jax
 from experiments.front_ends import digits
 
 PACKAGES = {"equinox": "equinox", "keras": "keras", "pytorch": "torchax"}
-# Of keep-all's bytes; XLA's own room for Keras's step is larger than that.
-BUDGETS = {"equinox": "85%", "keras": "130%", "pytorch": "85%"}
 OPTIONS = {
     "device": poet_jax.devices.JETSON_TX2,
     "planner": poet_jax.greedy,
-    "executor": poet_jax.HostExecutor(),
+    "executor": STAGES,
 }
 IMAGES = np.linspace(-1, 1, 4 * 64, dtype=np.float32).reshape(4, 8, 8, 1)
 
@@ -48,7 +47,7 @@ def test_an_example_trains_as_with_jit(front_end):
     if front_end == "pytorch":
         example.model.train()
     state, losses, schedule = digits.train(
-        example.step, example.state, BUDGETS[front_end], 3, **OPTIONS
+        example.step, example.state, "85%", 3, **OPTIONS
     )
     assert schedule.usage.peak_bytes < schedule.baseline.peak_bytes
     within, expected = np.transpose(losses)

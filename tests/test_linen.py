@@ -9,18 +9,16 @@ import numpy as np
 import optax
 import pytest
 from flax.training import train_state
+from toy import OPTIONS, STAGES, tightest
 
 import poet_jax
 
-OPTIONS = {
-    "planner": poet_jax.greedy,
-    "device": poet_jax.devices.RASPBERRY_PI_4,
-}
+OPTIONS = OPTIONS | {"executor": STAGES}
 train_step = functools.partial(poet_jax.train_step, **OPTIONS)
 schedule = functools.partial(poet_jax.schedule, **OPTIONS)
 KEY = jax.random.key(0)
 IMAGES = jax.random.normal(KEY, (4, 6, 6, 3)), jnp.arange(4) % 3
-VECTORS = jax.random.normal(KEY, (32, 8))
+VECTORS = jax.random.normal(KEY, (512, 8))
 BATCH = VECTORS, jnp.sin(VECTORS)
 
 
@@ -75,13 +73,6 @@ def cross_entropy(model, batch):
     inputs, labels = batch
     logits = model(inputs)
     return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-
-def within(make, *args):
-    """make(budget) at the smallest budget that works for `args`."""
-    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
-        make(1).plan(*args)
-    return make(caught.value.smallest_bytes)
 
 
 def assert_saves(step):
@@ -139,7 +130,7 @@ def assert_trains_alike(module, loss_fn, batch, tx, steps=20, rtol=1e-4, **call)
     state = step.init(KEY, batch)
     variables = copy({"params": state.params, **state.collections})
     opt_state = tx.init(variables["params"])
-    step = within(
+    step = tightest(
         lambda budget: train_step(module, budget, loss_fn=loss_fn, optimizer=tx),
         state,
         batch,
@@ -212,7 +203,7 @@ def test_the_first_steps_gradients_are_jaxs():
             lambda x: MLP().apply({"params": params}, x), BATCH
         )
     )(params)
-    after, _ = within(make, before, BATCH)(before, BATCH)
+    after, _ = tightest(make, before, BATCH)(before, BATCH)
     got = jax.tree.map(jnp.subtract, params, after.params)
     error = optax.tree.norm(jax.tree.map(jnp.subtract, got, expected))
     assert error <= 1e-5 * optax.tree.norm(expected)
@@ -229,7 +220,7 @@ def test_dropout_draws_the_same_bits_and_new_ones_each_step():
     free = make("1GiB")
     state = free.init(KEY, BATCH)
     expected_state = copy(state)
-    tight = within(make, state, BATCH)
+    tight = tightest(make, state, BATCH)
     masks = []
     for _ in range(3):
         state, metrics = tight(state, BATCH)
@@ -357,7 +348,7 @@ def test_a_train_state_of_flax_trains_alike_with_donation():
         )
 
     state, expected_state = start(), start()
-    scheduled = within(
+    scheduled = tightest(
         lambda budget: schedule(step, budget, donate_argnums=0), state, BATCH
     )
     plain = jax.jit(step, donate_argnums=0)
@@ -388,7 +379,7 @@ def test_a_function_of_trees_needs_no_flax():
         return [{"w": jax.random.normal(k, (8, 8)), "b": jnp.zeros(8)} for k in keys]
 
     params, expected_params = start(), start()
-    scheduled = within(
+    scheduled = tightest(
         lambda budget: schedule(step, budget, donate_argnums=0), params, BATCH
     )
     for _ in range(20):

@@ -8,19 +8,17 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from toy import OPTIONS, STAGES, tightest
 
 import poet_jax
 
-OPTIONS = {
-    "planner": poet_jax.greedy,
-    "device": poet_jax.devices.RASPBERRY_PI_4,
-}
+OPTIONS = OPTIONS | {"executor": STAGES}
 train_step = functools.partial(poet_jax.train_step, **OPTIONS)
 schedule = functools.partial(poet_jax.nnx.schedule, **OPTIONS)
 TIGHT = "80%"  # every model below repeats or pages something within it
 IMAGES = jax.random.normal(jax.random.key(0), (4, 6, 6, 3))
 TOKENS = jax.random.randint(jax.random.key(1), (4, 8), 0, 16)
-VECTORS = jax.random.normal(jax.random.key(2), (128, 8))
+VECTORS = jax.random.normal(jax.random.key(2), (1024, 8))
 LABELS = jnp.arange(4) % 3
 
 
@@ -153,7 +151,9 @@ def assert_trains_alike(make_model, loss_fn, batch, tx, steps=20, rtol=1e-4):
     """The same losses, and the same model and optimizer after, as under nnx.jit."""
     model, reference = make_model(nnx.Rngs(0)), make_model(nnx.Rngs(0))
     optimizer = nnx.Optimizer(reference, tx, wrt=nnx.Param)
-    step = train_step(model, TIGHT, loss_fn=loss_fn, optimizer=tx)
+    step = tightest(
+        lambda budget: train_step(model, budget, loss_fn=loss_fn, optimizer=tx), batch
+    )
     plain = plain_step(loss_fn)
     losses = [float(step(batch)) for _ in range(steps)]
     expected = [float(plain(reference, optimizer, batch)) for _ in range(steps)]
@@ -186,7 +186,12 @@ def test_the_first_steps_gradients_are_jaxs(name):
     model, before = make_model(nnx.Rngs(0)), make_model(nnx.Rngs(0))
     plain = nnx.jit(nnx.grad(loss_fn))
     expected = nnx.to_pure_dict(plain(make_model(nnx.Rngs(0)), batch))
-    step = train_step(model, TIGHT, loss_fn=loss_fn, optimizer=optax.sgd(1.0))
+    step = tightest(
+        lambda budget: train_step(
+            model, budget, loss_fn=loss_fn, optimizer=optax.sgd(1.0)
+        ),
+        batch,
+    )
     step(batch)
     got = jax.tree.map(
         jnp.subtract,

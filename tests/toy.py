@@ -1,9 +1,12 @@
 """A small function to schedule, and `schedule` with a fixed device and planner."""
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import poet_jax
 
@@ -12,6 +15,8 @@ OPTIONS = {
     "device": poet_jax.devices.RASPBERRY_PI_4,
 }
 schedule = functools.partial(poet_jax.schedule, **OPTIONS)
+# Planned in stages, also where the function would fit as it is.
+STAGES = poet_jax.HostExecutor(trace=True)
 W = jnp.eye(16) * 0.9 + 0.01
 X = jnp.linspace(-1.0, 1.0, 64 * 16).reshape(64, 16)
 
@@ -23,3 +28,10 @@ def loss(w, x):
 
 
 gradient = jax.grad(loss)
+
+
+def tightest(make: Callable[[Any], Any], *args: Any) -> Any:
+    """make(budget) with the smallest budget in which `args` can be planned."""
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        make(1).plan(*args)
+    return make(caught.value.smallest_bytes)
