@@ -180,6 +180,7 @@ class Graph:
       landing: values that the step leaves on storage, and not in RAM.
       resident: of `stored`, those that are in RAM, too, when the step begins, as their
         `successors` are when it ends. A plan decides that.
+      waiting: those of `stored` that may be resident; None for all.
       rewritten: whether other equations than those traced compute the same.
     """
 
@@ -194,6 +195,7 @@ class Graph:
     stored: dict[int, Place] = dataclasses.field(default_factory=dict)
     landing: dict[int, Place] = dataclasses.field(default_factory=dict)
     resident: frozenset[int] = frozenset()
+    waiting: frozenset[int] | None = None
     rewritten: bool = False
 
     def __post_init__(self):
@@ -276,7 +278,8 @@ class Graph:
                 successor = v
             else:
                 continue
-            if self.readers[v] and self.values[v].nbytes:
+            may_wait = self.waiting is None or v in self.waiting
+            if self.readers[v] and self.values[v].nbytes and may_wait:
                 found[v] = successor
         return found
 
@@ -339,6 +342,7 @@ class Graph:
                 sorted((v, *dataclasses.astuple(x)) for v, x in places.items())
                 for places in (self.stored, self.landing)
             ],
+            None if self.waiting is None else sorted(self.waiting),
         ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 

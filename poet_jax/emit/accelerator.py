@@ -23,8 +23,12 @@ def tied(operands: Sequence[Any], after: Sequence[jax.Array]) -> list[Any]:
     return lax.optimization_barrier((list(operands), list(after)))[0]
 
 
-def evaluate(node: Node, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """A node's equations."""
+def evaluate(
+    node: Node, operands: Sequence[Any], after: Sequence[jax.Array] = ()
+) -> tuple[Any, ...]:
+    """A node's equations. They wait as their operands do, `after` or not: constants
+    are no memory worth a barrier."""
+    del after
     return node(*operands)
 
 

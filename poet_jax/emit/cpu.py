@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 
 from poet_jax.convolution import canonical_convolution
-from poet_jax.graph import Equation, Node
+from poet_jax.graph import Equation, Literal, Node
 
 
 def apart(
@@ -74,12 +74,27 @@ def known(arrays: Sequence[jax.Array]) -> jax.Array:
     return found
 
 
-def evaluate(node: Node, operands: Sequence[Any]) -> tuple[Any, ...]:
-    """A node's equations, with convolutions as XLA computes them fast in a branch."""
-    return node(*operands, bind=_bind)
+def evaluate(
+    node: Node, operands: Sequence[Any], after: Sequence[jax.Array] = ()
+) -> tuple[Any, ...]:
+    """A node's equations, with convolutions as XLA computes them fast in a branch.
+
+    What is made of constants alone is made once the arrays `after` are there. The
+    compiler would make it first of all, and hold it until it is read.
+    """
+
+    def bind(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+        if after and all(isinstance(x, Literal) for x in equation.operands):
+            operands = [_unknown(x, after) for x in operands]
+        name = equation.primitive.name
+        if name == "conv_general_dilated" and equation.lowering is None:
+            return (canonical_convolution(equation.params, *operands),)
+        return equation.bind(operands)
+
+    return node(*operands, bind=bind)
 
 
-def _bind(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-    if equation.primitive.name == "conv_general_dilated" and equation.lowering is None:
-        return (canonical_convolution(equation.params, *operands),)
-    return equation.bind(operands)
+def _unknown(scalar: Any, after: Sequence[jax.Array]) -> jax.Array:
+    """`scalar`, which the compiler cannot know before the arrays `after` are there."""
+    scalar = jnp.asarray(scalar)
+    return lax.select(_true(after), scalar, (scalar == 0).astype(scalar.dtype))

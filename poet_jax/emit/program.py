@@ -186,11 +186,12 @@ class _Walk:
         return results
 
     def stage(self, stage: Stage) -> None:
-        def body(operands: Sequence[Any]) -> list[Any]:
+        def body(operands: Sequence[Any], after: Sequence[Any] = ()) -> list[Any]:
             known = dict(zip(stage.reads, operands, strict=True))
             for number in stage.nodes:
                 node = self.graph.nodes[number]
-                results = self.target.evaluate(node, [known[v] for v in node.reads])
+                reads = [known[v] for v in node.reads]
+                results = self.target.evaluate(node, reads, after)
                 known.update(zip(node.writes, results, strict=True))
             return [known[v] for v in stage.writes]
 
@@ -202,7 +203,7 @@ class _Walk:
             fresh = [v for v in stage.reads if v not in stage.over] or stage.reads
             tied = self.target.tied([self.known[v] for v in fresh], after)
             known = self.known | dict(zip(fresh, tied, strict=True))
-            results = body([known[v] for v in stage.reads])
+            results = body([known[v] for v in stage.reads], after)
             self.last = [*self.last, *_usable(results)]
         else:
             results = self.target.apart(body, operands, after)

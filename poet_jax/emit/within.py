@@ -11,7 +11,7 @@ import numpy as np
 from poet_jax.emit.stages import Step, cut
 from poet_jax.errors import BudgetTooSmall
 from poet_jax.graph import Graph, Value
-from poet_jax.plan import Budget, Plan, Planner
+from poet_jax.plan import Budget, Free, Plan, Planner
 from poet_jax.planners.judge import budget_too_small, judge_plan, keep_everything
 from poet_jax.price import Costs
 from poet_jax.program import Program, lower
@@ -79,13 +79,13 @@ def compile_within(
         if refused is None:
             within = dataclasses.replace(budget, memory_bytes=1 if last else allowed)
             try:
-                plan = planner(seen, seen_costs, within)
+                seen, plan = _planned(seen, seen_costs, planner, within)
             except BudgetTooSmall as error:
                 if error.smallest_bytes <= within.memory_bytes:
                     raise  # something else than memory does not fit
                 refused = error
                 within = dataclasses.replace(budget, memory_bytes=error.smallest_bytes)
-                plan = planner(seen, seen_costs, within)
+                seen, plan = _planned(seen, seen_costs, planner, within)
         program = lower(graph, plan)
         stage_bytes = 0 if last else held_bytes + STAGES * (allowed - held_bytes)
         steps = cut(program, seen_costs, stage_bytes)
@@ -121,6 +121,29 @@ def compile_within(
         least_bytes=0 if refused is None else refused.least_bytes,
         compiled_bytes=leanest.step.nbytes,
     )
+
+
+def _planned(
+    graph: Graph, costs: Costs, planner: Planner, budget: Budget
+) -> tuple[Graph, Plan]:
+    """A plan whose resident state is in RAM all along, as XLA holds an argument, and
+    the graph that it is for, where nothing else may be resident."""
+    plan = planner(graph, costs, budget)
+    while plan.resident:
+        program = lower(graph, plan)
+        freed = {
+            x.value
+            for row, x in enumerate(program.instructions)
+            if isinstance(x, Free) and row not in program.done_frees
+        }
+        freed.update(v for v in plan.resident if graph.successors[v] in freed)
+        if freed.isdisjoint(plan.resident):
+            break
+        # What stays may be freed in the next plan, which has less room.
+        stays = plan.resident - freed if graph.waiting is None else frozenset()
+        graph = dataclasses.replace(graph, waiting=stays)
+        plan = planner(graph, costs, budget)
+    return graph, plan
 
 
 def keep_all_bytes(graph: Graph, costs: Costs, scratch: Sequence[int]) -> int:
