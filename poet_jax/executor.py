@@ -10,6 +10,7 @@ import numpy as np
 
 from poet_jax import progress
 from poet_jax.emit import Emitted
+from poet_jax.emit.stages import Stage
 from poet_jax.graph import Graph
 from poet_jax.plan import Compute, PageIn, PageOut
 from poet_jax.stores import FileStore, HostStore, PagedArray, Store, library
@@ -370,7 +371,7 @@ class PagedStep:
         moved = {kind: 0 for kind in (PageIn, PageOut)}
         seconds = time.perf_counter() - start
         began = time.monotonic() - seconds  # on the clock of the stamps
-        spans, arrivals = [], {}
+        spans: list[Span] = []
 
         def span(transfer: PageIn | PageOut, first: float, last: float) -> Span:
             word = "page in" if isinstance(transfer, PageIn) else "page out"
@@ -381,17 +382,23 @@ class PagedStep:
             moved[PageIn] += graph.values[value].nbytes
             spans.append(span(PageIn(value), first, last))
         waiting = sum(last - first for first, last in copied_now.values())
-        for transfer, rows in records:
-            starts, stops = _seconds(rows[:, 1:3]), _seconds(rows[:, 3:5])
-            moved[type(transfer)] += graph.values[transfer.value].nbytes
-            spans += map(span, [transfer] * len(rows), starts, stops)
-            if isinstance(transfer, PageIn):
-                arrivals[transfer.value] = stops.max()
-        storage = sum(x.stop_seconds - x.start_seconds for x in spans)
         times = _seconds(stamps)
-        for stage, time_ in zip(emitted.timed, times, strict=False):
-            here = [arrivals.pop(v) for v in stage.reads if v in arrivals]
-            waiting += max(0.0, max(here, default=0.0) - time_)
+        arrivals: dict[int, float] = {}  # of what no stage has read yet
+        moves, begins = iter(records), iter(zip(emitted.timed, times, strict=False))
+        stage, begin = next(begins, (None, 0.0))
+        for step in emitted.steps if records else ():
+            if isinstance(step, PageIn | PageOut):
+                transfer, rows = next(moves)
+                starts, stops = _seconds(rows[:, 1:3]), _seconds(rows[:, 3:5])
+                moved[type(transfer)] += graph.values[transfer.value].nbytes
+                spans += map(span, [transfer] * len(rows), starts, stops)
+                if isinstance(transfer, PageIn):
+                    arrivals[transfer.value] = stops.max()
+            elif isinstance(step, Stage) and step is stage:
+                here = [arrivals.pop(v) for v in step.reads if v in arrivals]
+                waiting += max(0.0, max(here, default=0.0) - begin)
+                stage, begin = next(begins, (None, 0.0))
+        storage = sum(x.stop_seconds - x.start_seconds for x in spans)
         if emitted.is_traced:
             for stage, first, last in zip(
                 emitted.timed, times, times[1:], strict=False

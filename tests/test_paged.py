@@ -97,6 +97,7 @@ def test_a_step_on_storage_gives_jits_numbers_within_the_budget(name, budget, st
         assert made.compiled_bytes <= made.budget.memory_bytes
         assert planned.last_run.peak_bytes == made.compiled_bytes
         assert planned.last_run.bytes_paged_in == made.usage.bytes_paged_in
+        assert planned.last_run.waiting_seconds <= planned.last_run.seconds
         assert store.nbytes == state_bytes(state)  # the old state is gone
     assert_close(state, expected)
     kinds = [type(x) for x in jax.tree.leaves(state)]

@@ -26,8 +26,8 @@ def tied(operands: Sequence[Any], after: Sequence[jax.Array]) -> list[Any]:
 def evaluate(
     node: Node, operands: Sequence[Any], after: Sequence[jax.Array] = ()
 ) -> tuple[Any, ...]:
-    """A node's equations. They wait as their operands do, `after` or not: constants
-    are no memory worth a barrier."""
+    """A node's equations. What is made of constants alone is made again wherever it is
+    read, so that it need not wait for `after`."""
     del after
     return node(*operands)
 
