@@ -9,8 +9,8 @@ in RAM, a step of each in turns. Written to experiments/results/paged_state: los
 both, seconds per step, the bytes that XLA counts in the compiled step, and the rise of
 the process's high-water mark over what it held besides the state, the most and of each
 step. Takes about five minutes on two cores.
-Expect losses that agree to 1e-5, and 1.3 times the seconds of `jax.jit`, or more where
-the disk is slower: a step moves 3.0 GB.
+Expect losses that agree to 1e-5, and 1.6 times the seconds of `jax.jit`, or more where
+the disk is slower: a step moves 3.1 GB.
 """
 
 import json
