@@ -283,8 +283,10 @@ class PagedStep:
     def _copies(
         self, leaves: Sequence[Any]
     ) -> tuple[dict[int, jax.Array], dict[int, tuple[float, float]]]:
-        """The copies in RAM of arguments on storage, and when those were read of which
-        there was none: start and stop, on the clock of the stamps."""
+        """Copies in RAM of arguments on storage, and when missing ones were read.
+
+        Times are (start, stop) on the clock of the stamps.
+        """
         copies, read = {}, {}
         for value in sorted(self.graph.resident):
             place, described = self.graph.stored[value], self.graph.values[value]

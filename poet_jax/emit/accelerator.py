@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from poet_jax.graph import Node
+from poet_jax.graph import Equation, Literal, Node
 
 
 def apart(
@@ -26,10 +26,14 @@ def tied(operands: Sequence[Any], after: Sequence[jax.Array]) -> list[Any]:
 def evaluate(
     node: Node, operands: Sequence[Any], after: Sequence[jax.Array] = ()
 ) -> tuple[Any, ...]:
-    """A node's equations. What is made of constants alone is made again wherever it is
-    read, so that it need not wait for `after`."""
-    del after
-    return node(*operands)
+    """A node's equations. What is made of constants alone waits for `after`."""
+
+    def bind(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
+        if after and all(isinstance(x, Literal) for x in equation.operands):
+            operands = tied(operands, after)
+        return equation.bind(operands)
+
+    return node(*operands, bind=bind)
 
 
 def page_out(array: jax.Array, after: Sequence[jax.Array]) -> jax.Array:

@@ -91,7 +91,7 @@ def compile_within(
         stage_bytes = 0 if last else held_bytes + STAGES * (allowed - held_bytes)
         steps = cut(program, seen_costs, stage_bytes)
         planned_bytes = simulate(lower(seen, plan), seen_costs).peak_bytes
-        if tried and (plan, steps) == (tried[-1].plan, tried[-1].steps):
+        if last and tried and (plan, steps) == (tried[-1].plan, tried[-1].steps):
             break
         step = build(program, steps)
         tried.append(Attempt(plan, program, steps, planned_bytes, step))
@@ -126,8 +126,11 @@ def compile_within(
 def _planned(
     graph: Graph, costs: Costs, planner: Planner, budget: Budget
 ) -> tuple[Graph, Plan]:
-    """A plan whose resident state is in RAM all along, as XLA holds an argument, and
-    the graph that it is for, where nothing else may be resident."""
+    """A plan that never drops resident state, since XLA holds arguments to the end.
+
+    The graph is the one that it is for: its `waiting` excludes what an earlier plan
+    dropped.
+    """
     plan = planner(graph, costs, budget)
     while plan.resident:
         program = lower(graph, plan)
