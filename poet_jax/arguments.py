@@ -2,7 +2,7 @@
 
 import inspect
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -71,11 +71,31 @@ class StaticArguments:
             ) from error
         return static, tree, tuple(map(_aval, leaves)), settings()
 
-    def unchecked(self, args, kwargs) -> tuple[Any, ...]:
-        """Of the key, what a compiled object does not compare by itself."""
-        leaves = jax.tree.leaves(self.remove(args, kwargs) if self else (args, kwargs))
-        static = self._kept(args, kwargs) if self else ()
-        return static, _weak(leaves), settings()
+    def flat(self, args, kwargs) -> tuple[list[Any], tuple[Any, ...]]:
+        """(leaves of the other arguments, what of the key XLA does not compare)."""
+        static: Any = ()
+        if self:
+            static = self._kept(args, kwargs)
+            args, kwargs = self.remove(args, kwargs)
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        return leaves, (static, tree, _weak(leaves), settings())
+
+    def of_flat(self, fun, args, kwargs) -> Callable[..., list[Any]]:
+        """`fun` from leaves as `flat` gives them to flat results, with the static
+        arguments of these."""
+        tree = jax.tree.structure(self.remove(args, kwargs))
+        fixed = {i: x for i, x in enumerate(args) if self._is_static(i, args)}
+        named = {name: x for name, x in kwargs.items() if name in self.names}
+        count = len(args)
+
+        def flat(*leaves):
+            others, names = jax.tree.unflatten(tree, leaves)
+            other = iter(others)
+            given = (fixed[i] if i in fixed else next(other) for i in range(count))
+            return jax.tree.leaves(fun(*given, **names, **named))
+
+        flat.__name__ = getattr(fun, "__name__", "flat")  # XLA's module has it
+        return flat
 
     def _kept(self, args, kwargs):
         return (

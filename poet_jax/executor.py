@@ -102,63 +102,63 @@ class HostExecutor:
 
 
 class Step:
-    """A function compiled for arguments like those that were planned for.
+    """A function of flat arguments, compiled for those that were planned for.
 
     A call costs what one of XLA's compiled object does, which raises TypeError for
     other arguments before anything runs. It returns when the step is
     done, so that no two share the memory.
 
     Args:
-      fun: what is compiled, for `args` and `kwargs`, arrays or shapes.
-      dynamic: (args, kwargs) to those that are not static; None if all are so.
-      held_bytes: of its arguments and constants.
+      fun: what is compiled, from flat arguments to flat results.
+      shapes: of its arguments, or these themselves.
+      graph: what is compiled in another form; says what is donated and returned.
       scratch_bytes: that libraries allocate without XLA's knowledge.
       recomputed: nodes that run again.
-      jit_options: of `jax.jit`.
+      jit_options: of `jax.jit`; by default arguments that the graph says are donated.
 
     Attributes:
-      compiled: XLA's compiled object.
+      compiled: XLA's compiled object, of flat arguments.
       nbytes: RAM while it runs, by XLA's own count, arguments and results included.
       last_run: what the latest call measured.
     """
 
     def __init__(
         self,
-        fun: Callable,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
+        fun: Callable[..., list[Any]],
+        shapes: Sequence[Any],
+        graph: Graph,
         *,
-        dynamic: Callable[[tuple, dict[str, Any]], tuple[tuple, dict]] | None = None,
-        held_bytes: int,
         scratch_bytes: int = 0,
         recomputed: int = 0,
         **jit_options: Any,
     ):
-        lowered = jax.jit(fun, **jit_options).lower(*args, **kwargs)
+        if not jit_options:
+            donated = [n for n, v in enumerate(graph.arguments) if v in graph.donated]
+            jit_options = {"donate_argnums": donated}
+        lowered = jax.jit(fun, **jit_options).lower(*shapes)
         with progress.line(lambda: "compiling"):
             self.compiled = lowered.compile()
         analysis = self.compiled.memory_analysis()
         assert analysis is not None, "this backend does not say what a step needs"
         new_bytes = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        held_bytes = sum(graph.values[v].nbytes for v in graph.initial)
         self.nbytes = int(
             held_bytes + new_bytes + analysis.temp_size_in_bytes + scratch_bytes
         )
-        self._dynamic = dynamic
+        self._out_tree = graph.out_tree
         self._recomputed = recomputed
         self._seconds = 0.0
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, leaves: Sequence[Any]) -> Any:
         if copied:  # memory that this step does not know of
             drop_copies()
-        if self._dynamic is not None:
-            args, kwargs = self._dynamic(args, kwargs)
-        return self.run(*args, **kwargs)
+        return jax.tree.unflatten(self._out_tree, self.run(leaves))
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """A call without static arguments, whatever else is in RAM."""
+    def run(self, leaves: Sequence[Any]) -> list[Any]:
+        """The flat results, whatever else is in RAM."""
         start = time.perf_counter()
         try:
-            result = jax.block_until_ready(self.compiled(*args, **kwargs))
+            results = jax.block_until_ready(self.compiled(*leaves))
         except Exception as error:
             if "deleted or donated" in str(error):
                 raise RuntimeError(
@@ -174,7 +174,7 @@ class Step:
                 f"invalid value ({kind}) encountered in {name}"
             ) from error
         self._seconds = time.perf_counter() - start
-        return result
+        return results
 
     @property
     def last_run(self) -> Run:
@@ -190,8 +190,6 @@ class PagedStep:
     Args:
       emitted: the program, and its stages.
       store: where pages go.
-      leaves_of: (args, kwargs) to the graph's arguments in flat order.
-      shapes: [arguments] of the flat arguments; those on storage are not looked at.
       scratch_bytes: that libraries allocate without XLA's knowledge.
 
     Attributes:
@@ -205,12 +203,11 @@ class PagedStep:
         self,
         emitted: Emitted,
         store: Store,
-        leaves_of: Callable[[tuple, dict[str, Any]], list[Any]],
         scratch_bytes: int = 0,
     ):
         if emitted.records:
             library.load()
-        self._emitted, self._store, self._leaves_of = emitted, store, leaves_of
+        self._emitted, self._store = emitted, store
         self.graph = graph = emitted.program.graph
         shapes = [graph.values[v].aval for v in emitted.inputs]
         if emitted.pages:
@@ -220,8 +217,7 @@ class PagedStep:
         self._step = Step(
             emitted,
             shapes,
-            {},
-            held_bytes=sum(graph.values[v].nbytes for v in graph.initial),
+            graph,
             scratch_bytes=scratch_bytes,
             donate_argnums=[n for n, v in enumerate(emitted.inputs) if v in gone],
             keep_unused=True,
@@ -230,8 +226,7 @@ class PagedStep:
         self._offsets, self._room_bytes = _room(emitted)
         self.last_run = Run(0.0, self.nbytes)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = self._leaves_of(args, kwargs)
+    def __call__(self, leaves: Sequence[Any]) -> Any:
         start = time.perf_counter()
         graph = self.graph
         given = dict(zip(graph.arguments, leaves, strict=True))
@@ -260,7 +255,7 @@ class PagedStep:
             ]
             if self._emitted.pages:
                 inputs.append(self._places(leaves, landed, room))
-            results = self._step.run(*inputs)
+            results = self._step.run(inputs)
         except BaseException as error:
             for paged in landed.values():
                 paged.delete()

@@ -29,8 +29,8 @@ def init_paged(
     """
     graph = land(order(coarsen(trace(init_fn, *args))), min_bytes)
     program = lower_actions(graph, Stages.empty(graph).actions(graph))
-    step = PagedStep(emit(program), store, lambda *given: jax.tree.leaves(given))
-    return step(*args)
+    step = PagedStep(emit(program), store)
+    return step(jax.tree.leaves(args))
 
 
 def to_storage(state: Any, store: Store, min_bytes: int = SMALL_BYTES) -> Any:

@@ -104,7 +104,6 @@ class Scheduled:
         self._jitted = jax.jit(fun, **given)
         self._static = StaticArguments(fun, **jit_options)
         self._schedules: dict[Any, Schedule] = {}
-        self._options = given
         self._latest: Any = None
         # What the latest call had that its step does not check, and the step.
         self._last: tuple[Any, Step | PagedStep | None] = None, None
@@ -154,13 +153,14 @@ class Scheduled:
             return effects(graph, self.passes, self.device or host())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        call, step = self._last
+        last, step = self._last
         # Nothing more here: steps may take a millisecond.
         if type(step) is Step and not _is_tracing():
+            leaves, call = self._static.flat(args, kwargs)
             try:
                 # XLA's compiled object compares the rest of what a plan is for.
-                if call == self._static.unchecked(args, kwargs):
-                    return step(*args, **kwargs)
+                if call == last:
+                    return step(leaves)
             except TypeError:  # other arguments than it was planned for
                 pass
         traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
@@ -180,13 +180,14 @@ class Scheduled:
         step = self._plan(key, args, kwargs).step
         assert step is not None
         self._latest = key
-        self._last = self._static.unchecked(args, kwargs), step
+        leaves, call = self._static.flat(args, kwargs)
+        self._last = call, step
         with contextlib.ExitStack() as stack:
             # Not always: jit would keep an entry for that, too, and look through both
             # from then on, which was seen to make 2 % of a step of 0.4 ms.
             if _is_tracing():
                 stack.enter_context(eval_context())
-            return step(*args, **kwargs)
+            return step(leaves)
 
     def _plan(self, key, args, kwargs) -> Schedule:
         if key not in self._schedules:
@@ -201,21 +202,24 @@ class Scheduled:
             scratch = [node_scratch(node) if on_cpu() else 0 for node in graph.nodes]
             scratch_bytes = max(scratch, default=0)
 
+            leaves = self._leaves(args, kwargs)
+
             def whole() -> Step:
-                fun = self._fun
-                if graph.is_lowered:  # a pass changed how something is computed
-                    fun = self._of(graph, graph)
-                return self._step(fun, graph, args, kwargs, scratch_bytes)
+                fun: Callable = graph  # if a pass changed how something is computed
+                if not graph.is_lowered:
+                    fun = self._static.of_flat(self._fun, args, kwargs)
+                return Step(fun, leaves, graph, scratch_bytes=scratch_bytes)
 
             def build(program: Program, steps: Sequence[Any]) -> Step | PagedStep:
                 emitted = emit(program, steps=steps, trace=self.executor.trace)
                 if emitted.records or graph.stored:
-                    return PagedStep(
-                        emitted, self.executor.store, self._leaves, scratch_bytes
-                    )
-                fun = self._of(graph, emitted)
-                return self._step(
-                    fun, graph, args, kwargs, scratch_bytes, program.recomputed
+                    return PagedStep(emitted, self.executor.store, scratch_bytes)
+                return Step(
+                    emitted,
+                    leaves,
+                    graph,
+                    scratch_bytes=scratch_bytes,
+                    recomputed=program.recomputed,
                 )
 
             with eval_context():
@@ -232,31 +236,8 @@ class Scheduled:
             self._latest = key
         return self._schedules[key]
 
-    def _step(
-        self, fun: Callable, graph: Graph, args, kwargs, scratch_bytes, recomputed=0
-    ) -> Step:
-        return Step(
-            fun,
-            args,
-            kwargs,
-            held_bytes=sum(graph.values[v].nbytes for v in graph.initial),
-            scratch_bytes=scratch_bytes,
-            recomputed=recomputed,
-            dynamic=self._static.remove if self._static else None,
-            **self._options,
-        )
-
     def _leaves(self, args, kwargs) -> list[Any]:
         return jax.tree.leaves(self._static.remove(args, kwargs))
-
-    def _of(self, graph: Graph, flat: Callable[..., list[Any]]) -> Callable:
-        """The function, computed by `flat`, from flat arguments to flat outputs."""
-
-        @functools.wraps(self._fun)
-        def fun(*args, **kwargs):
-            return jax.tree.unflatten(graph.out_tree, flat(*self._leaves(args, kwargs)))
-
-        return fun
 
     def traced(self, *args: Any, **kwargs: Any) -> Graph:
         """The graph for arguments like these, of single equations, before any pass.
