@@ -10,9 +10,8 @@ import numpy as np
 
 from poet_jax import progress
 from poet_jax.emit import Emitted
-from poet_jax.emit.stages import Stage
 from poet_jax.graph import Graph
-from poet_jax.plan import Compute, PageIn, PageOut
+from poet_jax.plan import Compute, Free, PageIn, PageOut
 from poet_jax.stores import FileStore, HostStore, PagedArray, Store, library
 from poet_jax.stores.paged import copied, drop_copies
 from poet_jax.stores.store import SECTOR_BYTES
@@ -44,7 +43,8 @@ class Run:
       bytes_paged_in, bytes_paged_out: moved from and to the store.
       recomputed: nodes that ran again.
       storage_seconds: that reading and writing took.
-      waiting_seconds: of these, those in which a stage waited for its pages.
+      waiting_seconds: of these, those in which computing waited, for pages to come in
+        or for room that was to be free once they were written.
       spans: transfers on the CPU, and stages if the executor traces.
     """
 
@@ -152,13 +152,18 @@ class Step:
     def __call__(self, leaves: Sequence[Any]) -> Any:
         if copied:  # memory that this step does not know of
             drop_copies()
-        return jax.tree.unflatten(self._out_tree, self.run(leaves))
+        return self.run(leaves, self._out_tree.unflatten)
 
-    def run(self, leaves: Sequence[Any]) -> list[Any]:
-        """The flat results, whatever else is in RAM."""
+    def run(
+        self, leaves: Sequence[Any], finish: Callable[[list[Any]], Any] = list
+    ) -> Any:
+        """What `finish` makes of the flat results while they are computed, whatever
+        else is in RAM."""
         start = time.perf_counter()
         try:
-            results = jax.block_until_ready(self.compiled(*leaves))
+            results = self.compiled(*leaves)
+            finished = finish(results)
+            jax.block_until_ready(results)
         except Exception as error:
             if "deleted or donated" in str(error):
                 raise RuntimeError(
@@ -174,7 +179,7 @@ class Step:
                 f"invalid value ({kind}) encountered in {name}"
             ) from error
         self._seconds = time.perf_counter() - start
-        return results
+        return finished
 
     @property
     def last_run(self) -> Run:
@@ -380,27 +385,31 @@ class PagedStep:
             spans.append(span(PageIn(value), first, last))
         waiting = sum(last - first for first, last in copied_now.values())
         times = _seconds(stamps)
-        arrivals: dict[int, float] = {}  # of what no stage has read yet
-        moves, begins = iter(records), iter(zip(emitted.timed, times, strict=False))
-        stage, begin = next(begins, (None, 0.0))
+        done: dict[int, float] = {}  # when a transfer ended that nothing waited for yet
+        moves, begins = iter(records), zip(emitted.timed, times, strict=False)
+        timed, begin = next(begins, (None, 0.0))
         for step in emitted.steps if records else ():
             if isinstance(step, PageIn | PageOut):
                 transfer, rows = next(moves)
                 starts, stops = _seconds(rows[:, 1:3]), _seconds(rows[:, 3:5])
                 moved[type(transfer)] += graph.values[transfer.value].nbytes
                 spans += map(span, [transfer] * len(rows), starts, stops)
-                if isinstance(transfer, PageIn):
-                    arrivals[transfer.value] = stops.max()
-            elif isinstance(step, Stage) and step is stage:
-                here = [arrivals.pop(v) for v in step.reads if v in arrivals]
+                done[transfer.value] = stops.max()
+            elif step is timed:
+                needs = (step.value,) if isinstance(step, Free) else step.reads
+                here = [done.pop(v) for v in needs if v in done]
                 waiting += max(0.0, max(here, default=0.0) - begin)
-                stage, begin = next(begins, (None, 0.0))
+                timed, begin = next(begins, (None, 0.0))
+        if done:  # what lands is written before the step ends
+            waiting += max(0.0, max(done.values()) - times[-1])
         storage = sum(x.stop_seconds - x.start_seconds for x in spans)
         if emitted.is_traced:
-            for stage, first, last in zip(
-                emitted.timed, times, times[1:], strict=False
+            for step, first, last in zip(
+                emitted.timed, times[:-1], times[1:], strict=True
             ):
-                name = _name(graph, stage.nodes)
+                if isinstance(step, Free):
+                    continue
+                name = _name(graph, step.nodes)
                 spans.append(Span(name, "compute", first - began, last - began))
         return Run(
             seconds,

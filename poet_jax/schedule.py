@@ -266,10 +266,9 @@ def make_schedule(
     if build is None:
         plan = planner(graph, costs, limits)
     else:
-        attempt, compilations = compile_within(
+        plan, step, compilations = compile_within(
             graph, costs, planner, limits, build, scratch
         )
-        plan, step = attempt.plan, attempt.step
     schedule = Schedule.of(graph, costs, limits, plan)
     used = _as_compiled(schedule.usage, None if step is None else step.nbytes)
     if not fits(used, limits):

@@ -58,8 +58,9 @@ class Emitted:
     copies in RAM of `graph.resident`, in order; then, if the program has `pages`,
     uint32 [P, 4], where they lie. Results are the outputs in flat order, without those
     on storage; then what the next step finds in place of the copies; then, if there
-    are pages or stages are timed, uint32 [T, 6] records of transfers and uint32 [S, 2]
-    stamps. `stores.library` says what a place, a record and a stamp hold.
+    are pages or stages are timed, uint32 [T, 6] records of transfers and uint32
+    [S + 1, 2] stamps, the last of them of the end of all stages. `stores.library` says
+    what a place, a record and a stamp hold.
 
     Attributes:
       program, backend: as given to `emit`.
@@ -118,18 +119,21 @@ class Emitted:
         return tuple(x for x in self.steps if isinstance(x, PageIn | PageOut))
 
     @functools.cached_property
-    def timed(self) -> tuple[Stage, ...]:
-        """[S] the stages whose beginning is timed: all if that was asked for, else
-        those that wait for pages. If all are timed, the last stamp is the end."""
+    def timed(self) -> tuple[Stage | Free, ...]:
+        """[S] what begins with a stamp: all stages if that was asked for, else those
+        that wait for pages, and what is free once its page is written."""
         if self.backend != "cpu":
             return ()
         arrived: set[int] = set()
-        found = []
+        found: list[Stage | Free] = []
         for x in self.steps:
             if isinstance(x, PageIn):
                 arrived.add(x.value)
-            elif isinstance(x, Stage) and not x.is_open:
-                if self.is_traced or not arrived.isdisjoint(x.reads):
+            elif isinstance(x, Free):
+                found.append(x)
+            elif isinstance(x, Stage):
+                waits = not arrived.isdisjoint(x.reads)
+                if waits or self.is_traced and not x.is_open:
                     found.append(x)
                 arrived.difference_update(x.reads)
         return tuple(found)
@@ -162,10 +166,10 @@ class _Walk:
         emitted = self.emitted
         timed = set(map(id, emitted.timed))
         for step in emitted.steps:
+            if id(step) in timed:
+                self.stamp()
             match step:
                 case Stage():
-                    if id(step) in timed:
-                        self.stamp()
                     self.stage(step)
                 case PageOut(value):
                     self.page_out(value)
@@ -177,8 +181,7 @@ class _Walk:
                     self.last += [self.known[value], self.paged[value]]
         results = [self.known[v] for v in emitted.outputs]
         if emitted.records:
-            if emitted.is_traced:
-                self.stamp()
+            self.stamp()
             results.append(
                 jnp.concatenate([jnp.zeros((0, 6), jnp.uint32), *self.records])
             )

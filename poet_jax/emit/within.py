@@ -15,7 +15,6 @@ from poet_jax.plan import Budget, Free, Plan, Planner
 from poet_jax.planners.judge import budget_too_small, judge_plan, keep_everything
 from poet_jax.price import Costs
 from poet_jax.program import Program, lower
-from poet_jax.simulate import simulate
 from poet_jax.units import format_bytes
 
 logger = logging.getLogger("poet_jax")
@@ -35,23 +34,6 @@ RECORD_BYTES = 3 * 64
 SAVED = 0.5
 
 
-@dataclasses.dataclass(frozen=True)
-class Attempt:
-    """A plan as it was compiled.
-
-    Attributes:
-      plan, program, steps: the plan, its instructions, and these as stages.
-      planned_bytes: by the simulator, with room for results from the beginning.
-      step: what was compiled; its `nbytes` are XLA's own count.
-    """
-
-    plan: Plan
-    program: Program
-    steps: Sequence[Step]
-    planned_bytes: int
-    step: Any
-
-
 def compile_within(
     graph: Graph,
     costs: Costs,
@@ -59,12 +41,13 @@ def compile_within(
     budget: Budget,
     build: Callable[[Program, Sequence[Step]], Any],
     scratch: Sequence[int],
-) -> tuple[Attempt, int]:
-    """A plan whose compiled step needs at most the budget, and how often was compiled.
+) -> tuple[Plan, Any, int]:
+    """A plan, its compiled step, which needs at most the budget, and how often was
+    compiled.
 
     Where the compiler needs more, the plan is made again for so much less, in smaller
-    stages; at last the leanest plan is tried with each node as a stage. Raises
-    BudgetTooSmall, which says what was tried, if that does not fit either.
+    stages; at last the leanest plan is tried, with each node as a stage. Raises
+    BudgetTooSmall if that does not fit either; it says what that needs, compiled.
 
     `build` compiles a program in stages; `scratch` [N] is what libraries allocate for
     each node without XLA's knowledge.
@@ -73,28 +56,25 @@ def compile_within(
     seen, seen_costs = as_allocated(graph, costs, scratch)
     held_bytes = _held_bytes(seen, seen_costs)
     allowed = int(limit - MARGIN * max(0, limit - held_bytes))
-    refused: BudgetTooSmall | None = None
-    tried: list[Attempt] = []
     for number in range(1, ROUNDS + 1):
-        last = number == ROUNDS or refused is not None
-        if refused is None:
-            within = dataclasses.replace(budget, memory_bytes=1 if last else allowed)
-            try:
-                seen, plan = _planned(seen, seen_costs, planner, within)
-            except BudgetTooSmall as error:
-                if error.smallest_bytes <= within.memory_bytes:
-                    raise  # something else than memory does not fit
-                refused = error
-                within = dataclasses.replace(budget, memory_bytes=error.smallest_bytes)
-                seen, plan = _planned(seen, seen_costs, planner, within)
+        within = dataclasses.replace(
+            budget, memory_bytes=allowed if number < ROUNDS else 1
+        )
+        refused: BudgetTooSmall | None = None
+        try:
+            seen, plan = _planned(seen, seen_costs, planner, within)
+        except BudgetTooSmall as error:
+            if error.smallest_bytes <= within.memory_bytes:
+                raise  # something else than memory does not fit
+            refused = error
+            within = dataclasses.replace(budget, memory_bytes=error.smallest_bytes)
+            seen, plan = _planned(seen, seen_costs, planner, within)
         program = lower(graph, plan)
-        stage_bytes = 0 if last else held_bytes + STAGES * (allowed - held_bytes)
+        stage_bytes = 0 if refused else held_bytes + STAGES * (allowed - held_bytes)
         steps = cut(program, seen_costs, stage_bytes)
-        planned_bytes = simulate(lower(seen, plan), seen_costs).peak_bytes
-        if last and tried and (plan, steps) == (tried[-1].plan, tried[-1].steps):
-            break
+        judged = judge_plan(seen, seen_costs, plan)
+        planned_bytes = judged.usage.peak_bytes
         step = build(program, steps)
-        tried.append(Attempt(plan, program, steps, planned_bytes, step))
         excess = step.nbytes - limit
         logger.info(
             "compilation %d: planned %s in %d stages and transfers, compiled %s of %s",
@@ -105,22 +85,21 @@ def compile_within(
             format_bytes(limit),
         )
         if excess <= 0:
-            return tried[-1], number
-        if last:
-            break
+            return plan, step, number
+        if refused is not None or number == ROUNDS:
+            raise budget_too_small(
+                seen,
+                seen_costs,
+                budget,
+                judged,
+                plan.planner,
+                least_bytes=0 if refused is None else refused.least_bytes,
+                compiled_bytes=step.nbytes,
+            )
         planned = min(allowed, planned_bytes) - held_bytes
         allowed = held_bytes + int(max(planned - excess / SAVED, planned / 2))
         allowed = max(1, allowed)
-    leanest = min(tried, key=lambda attempt: attempt.step.nbytes)
-    raise budget_too_small(
-        seen,
-        seen_costs,
-        budget,
-        judge_plan(seen, seen_costs, leanest.plan),
-        leanest.plan.planner,
-        least_bytes=0 if refused is None else refused.least_bytes,
-        compiled_bytes=leanest.step.nbytes,
-    )
+    raise AssertionError("the last round returns or raises")
 
 
 def _planned(
