@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -10,10 +11,19 @@ import pathlib
 import types
 from typing import Any
 
+import jax
 import numpy as np
 
 from poet_jax.graph import Graph
-from poet_jax.plan import Budget, Plan, Planner, plan_from_dict, plan_to_dict, save_json
+from poet_jax.plan import (
+    Budget,
+    BudgetLike,
+    Plan,
+    Planner,
+    plan_from_dict,
+    plan_to_dict,
+    save_json,
+)
 from poet_jax.planners.judge import fits
 from poet_jax.price import Costs
 from poet_jax.program import lower
@@ -26,7 +36,7 @@ UNREADABLE = OSError, ValueError, LookupError, TypeError, AttributeError
 
 
 class PlanCache:
-    """A folder of JSON files, one per plan.
+    """A folder of JSON files, one per plan, and one for what compiling it told.
 
     A file is named after a hash of graph, costs, budget and planner: delete the folder
     to plan afresh. A file that cannot be read, or does not fit, is written again. One
@@ -54,7 +64,7 @@ class PlanCache:
         self, planner: Planner, graph: Graph, costs: Costs, budget: Budget
     ) -> Plan:
         """`planner(graph, costs, budget)`, or what that was before."""
-        path = self.folder / f"plan-{plan_key(graph, costs, budget, planner)}.json"
+        path = self._path("plan", graph, costs, budget, planner)
         with contextlib.suppress(*UNREADABLE):
             plan = plan_from_dict(graph, json.loads(path.read_text()))
             if fits(simulate(lower(graph, plan), costs), budget):
@@ -63,6 +73,45 @@ class PlanCache:
         if not plan.statistics.get("interrupted"):
             self._save(path, plan_to_dict(graph, plan))
         return plan
+
+    def planner(self, planner: Planner) -> Planner:
+        """`planner`, whose plans are kept."""
+        keeping = functools.partial(self.plan, planner)
+        return functools.update_wrapper(keeping, planner)  # keeps its objective
+
+    def learnt(
+        self, graph: Graph, costs: Costs, budget: BudgetLike, planner: Planner
+    ) -> dict[str, int]:
+        """What `learn` kept for these, with this version of JAX."""
+        path = self._path("compiled", graph, costs, budget, planner)
+        with contextlib.suppress(*UNREADABLE):
+            kept = json.loads(path.read_text())
+            if kept.pop("jax") == jax.__version__:
+                return {name: int(number) for name, number in kept.items()}
+        return {}
+
+    def learn(
+        self,
+        graph: Graph,
+        costs: Costs,
+        budget: BudgetLike,
+        planner: Planner,
+        numbers: dict[str, int],
+    ) -> None:
+        """Keep numbers that only a compilation tells."""
+        path = self._path("compiled", graph, costs, budget, planner)
+        self._save(path, {"jax": jax.__version__} | numbers)
+
+    def _path(
+        self,
+        kind: str,
+        graph: Graph,
+        costs: Costs,
+        budget: BudgetLike,
+        planner: Planner,
+    ) -> pathlib.Path:
+        key = plan_key(graph, costs, budget, planner)
+        return self.folder / f"{kind}-{key}.json"
 
     def _save(self, path: pathlib.Path, data: dict[str, Any]) -> None:
         try:
@@ -77,7 +126,7 @@ class PlanCache:
             )
 
 
-def plan_key(graph: Graph, costs: Costs, budget: Budget, planner: Planner) -> str:
+def plan_key(graph: Graph, costs: Costs, budget: BudgetLike, planner: Planner) -> str:
     """A hash that is the same on every run and machine for equal inputs.
 
     Names count where the planner has pins, which go by name. Raises ValueError for a

@@ -74,6 +74,11 @@ class Budget:
 BudgetLike = Budget | int | float | str
 
 
+def is_percentage(budget: BudgetLike) -> bool:
+    """Whether a budget is a percentage of what keep-all needs."""
+    return isinstance(budget, str) and budget.strip().endswith("%")
+
+
 def parse_budget(budget: BudgetLike, keep_all_bytes: int | None = None) -> Budget:
     """A `Budget` from bytes, `"64MiB"`, or `"30%"` of `keep_all_bytes`.
 
@@ -82,7 +87,7 @@ def parse_budget(budget: BudgetLike, keep_all_bytes: int | None = None) -> Budge
     if isinstance(budget, Budget):
         return budget
     if isinstance(budget, str):
-        if budget.strip().endswith("%"):
+        if is_percentage(budget):
             fraction = parse_percent(budget)
             nbytes = fraction * (keep_all_bytes or 2**30)
             return Budget(nbytes + 1e-6)  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from poet_jax import explain, figures
+from poet_jax.cache import PlanCache
 from poet_jax.dot import write_dot
 from poet_jax.emit import compile_within, keep_all_bytes
 from poet_jax.errors import PlanInvalid
@@ -24,6 +25,7 @@ from poet_jax.plan import (
     Plan,
     Planner,
     Status,
+    is_percentage,
     parse_budget,
     plan_from_dict,
     plan_to_dict,
@@ -234,41 +236,59 @@ def make_schedule(
     whole: Callable[[], Step] | None = None,
     scratch: Sequence[int] = (),
     store_bytes: float = math.inf,
+    *,
+    in_stages: bool = False,
+    cache: PlanCache | None = None,
 ) -> Schedule:
     """Plan `graph` within `budget`, and compile the plan.
 
-    A percentage is of what keep-all needs, as one compiled program if it is compiled:
-    estimated, or counted by XLA if that is more and was worth a compilation.
-    `store_bytes` is the device's room, for a budget that does not say. `build` compiles
-    a program in stages; without it nothing is compiled. `whole` compiles the function
-    as `jax.jit` does, which is what runs if the budget covers that. `scratch` [N] is
-    what libraries allocate for each node without XLA's knowledge. Raises
-    BudgetTooSmall, and PlanInvalid for a planner whose plan exceeds the budget.
+    A percentage is of what keep-all needs as a compiled program: as planned, or by
+    XLA's own count of `whole` if that is more. `store_bytes` is the device's room, for
+    a budget that does not say. `build` compiles a program in stages; without it nothing
+    is compiled. `whole` compiles the function as `jax.jit` does, which is what runs if
+    the budget covers that, unless it is to be `in_stages`. `scratch` [N] is what
+    libraries allocate for each node without XLA's knowledge. `cache` keeps plans, and
+    what only compiling them told. Raises BudgetTooSmall, and PlanInvalid for a planner
+    whose plan exceeds the budget.
     """
     everything = keep_everything(graph, costs)
+    known, learnt, asked = {}, {}, planner
+    if cache is not None:
+        known = cache.learnt(graph, costs, budget, asked)
+        planner = cache.planner(asked)
+    step, whole_bytes = None, known.get("whole_bytes")
+    if whole is not None and whole_bytes is None and is_percentage(budget):
+        step = whole()
+        whole_bytes = learnt["whole_bytes"] = step.nbytes
     most_bytes = everything.usage.peak_bytes
     if build is not None:
         most_bytes = keep_all_bytes(graph, costs, scratch or [0] * len(graph.nodes))
-
-    def within(most_bytes: int) -> Budget:
-        return parse_budget(budget, most_bytes).on_storage_of(store_bytes, graph)
-
-    limits = within(most_bytes)
-    if whole is not None and everything.usage.peak_bytes <= HOPE * limits.memory_bytes:
-        step = whole()
-        limits = within(max(most_bytes, step.nbytes))
-        plan = _best_of_all(everything, planner)
-        schedule = Schedule.of(graph, costs, limits, plan, everything.program)
-        late = limits.seconds is not None and schedule.usage.seconds > limits.seconds
-        if step.nbytes <= limits.memory_bytes and not late:
-            return dataclasses.replace(schedule, step=step, compilations=1)
+    most_bytes = max(most_bytes, whole_bytes or 0)
+    limits = parse_budget(budget, most_bytes).on_storage_of(store_bytes, graph)
+    if whole is not None and not in_stages:
+        if whole_bytes is None:
+            whole_bytes = everything.usage.peak_bytes / HOPE
+        if whole_bytes <= limits.memory_bytes:
+            step = step or whole()
+            plan = _best_of_all(everything, planner)
+            schedule = Schedule.of(graph, costs, limits, plan, everything.program)
+            late = limits.seconds is not None and (
+                schedule.usage.seconds > limits.seconds
+            )
+            if step.nbytes <= limits.memory_bytes and not late:
+                return dataclasses.replace(schedule, step=step, compilations=1)
     step, compilations = None, 0
     if build is None:
         plan = planner(graph, costs, limits)
     else:
-        plan, step, compilations = compile_within(
-            graph, costs, planner, limits, build, scratch
-        )
+        first = None
+        if "allowed" in known and "stage_bytes" in known:
+            first = known["allowed"], known["stage_bytes"]
+        fitted = compile_within(graph, costs, planner, limits, build, scratch, first)
+        plan, step, compilations = fitted.plan, fitted.step, fitted.compilations
+        learnt |= {"allowed": fitted.allowed, "stage_bytes": fitted.stage_bytes}
+    if cache is not None and not plan.statistics.get("interrupted"):
+        cache.learn(graph, costs, budget, asked, known | learnt)
     schedule = Schedule.of(graph, costs, limits, plan)
     used = _as_compiled(schedule.usage, None if step is None else step.nbytes)
     if not fits(used, limits):

@@ -195,10 +195,6 @@ class Scheduled:
             if reason:
                 logger.warning("planning %s again: %s", self._name, reason)
             graph, costs = self.priced(self._traced(args, kwargs, reason))
-            planner = self.planner
-            if self._cache is not None:
-                planner = functools.partial(self._cache.plan, planner)
-                functools.update_wrapper(planner, self.planner)  # keeps its objective
             scratch = [node_scratch(node) if on_cpu() else 0 for node in graph.nodes]
             scratch_bytes = max(scratch, default=0)
 
@@ -227,11 +223,13 @@ class Scheduled:
                     graph,
                     costs,
                     self.budget,
-                    planner,
+                    self.planner,
                     build,
-                    None if graph.stored or self.executor.trace else whole,
+                    None if graph.stored else whole,
                     scratch,
                     self.store_bytes if self.executor.can_page() else 0,
+                    in_stages=self.executor.trace,
+                    cache=self._cache,
                 )
             self._latest = key
         return self._schedules[key]
@@ -318,7 +316,9 @@ def schedule(
 
     Args:
       fun: any function that JAX can trace.
-      budget: a `Budget`, a number of bytes, `"64MiB"`, or `"30%"` of keep-all's bytes.
+      budget: a `Budget`, a number of bytes, `"64MiB"`, or `"30%"` of what the step
+        needs when everything is kept: as planned, or by XLA's own count if that is
+        more.
       device: prices the plan; this machine, calibrated, by default.
       planner: `MilpPlanner()` by default.
       executor: `HostExecutor()` by default.

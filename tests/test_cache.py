@@ -8,14 +8,14 @@ import sys
 
 import numpy as np
 import pytest
-from toy import W, X, gradient
+from toy import STAGES, W, X, gradient
 
 import poet_jax
 from poet_jax.cache import PlanCache, plan_key
 from poet_jax.plan import plan_to_dict
 from poet_jax.planners import solver
 
-BUDGET = "68%"  # less than the function needs as jax.jit compiles it
+BUDGET = "68%"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,7 @@ def run(folder, planner, budget=BUDGET, device=poet_jax.devices.RASPBERRY_PI_4):
         budget,
         planner=planner,
         device=device,
+        executor=STAGES,
         plan_cache=folder,
     )
     np.testing.assert_allclose(scheduled(W, X), gradient(W, X), rtol=1e-4, atol=1e-8)
@@ -59,6 +60,15 @@ def test_the_second_start_plans_nothing_and_any_change_plans_again(tmp_path):
         count = len(Counting.calls)
         run(folder, **{"planner": Counting()} | change)
         assert len(Counting.calls) > count
+
+
+def test_the_second_start_compiles_once(tmp_path):
+    tight = "70%"
+    first = run(tmp_path, poet_jax.greedy, budget=tight)
+    again = run(tmp_path, poet_jax.greedy, budget=tight)
+    assert first.compilations > 1 == again.compilations
+    assert again.compiled_bytes == first.compiled_bytes
+    assert again.budget == first.budget
 
 
 def test_a_file_that_is_damaged_is_written_again(tmp_path):
@@ -95,7 +105,7 @@ def test_a_file_that_cannot_be_written_is_a_warning(tmp_path, caplog):
         again = run(tmp_path, Counting())
     assert again.plan.actions == first.plan.actions
     assert str(paths[0]) in caplog.text and "plan_cache" in caplog.text
-    assert sorted(tmp_path.iterdir()) == paths
+    assert sorted(tmp_path.glob("plan-*.json")) == paths
 
 
 def test_a_folder_that_cannot_be_used_is_named_before_anything_is_planned(tmp_path):

@@ -40,15 +40,19 @@ def logits_of(front_end, model):
 
 @pytest.mark.parametrize("front_end", PACKAGES)
 def test_an_example_trains_as_with_jit(front_end):
-    """In less memory, with the losses of `jax.jit`, and the model that comes back is
-    another than before."""
+    """In the least memory, with the losses of `jax.jit`, and the model that comes back
+    is another than before."""
     example = load(front_end)
     before = np.asarray(logits_of(front_end, example.model))
     if front_end == "pytorch":
         example.model.train()
-    state, losses, schedule = digits.train(
-        example.step, example.state, "85%", 3, **OPTIONS
-    )
+
+    def train(budget):
+        return digits.train(example.step, example.state, budget, 3, **OPTIONS)
+
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        train(1)
+    state, losses, schedule = train(caught.value.smallest_bytes)
     assert schedule.usage.peak_bytes < schedule.baseline.peak_bytes
     within, expected = np.transpose(losses)
     np.testing.assert_allclose(within, expected, rtol=1e-5)

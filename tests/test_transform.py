@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy import OPTIONS, W, X, gradient, loss, schedule
+from toy import OPTIONS, STAGES, W, X, gradient, loss, schedule
 
 import poet_jax
 from poet_jax.plan import Compute
@@ -371,7 +371,7 @@ def test_a_run_measures_what_was_planned():
 def test_the_milp_is_the_default_and_runs_what_it_plans():
     assert poet_jax.schedule(gradient, "90%").planner == poet_jax.MilpPlanner()
     planner = poet_jax.MilpPlanner(time_limit_seconds=5)
-    scheduled = schedule(gradient, "65%", planner=planner)
+    scheduled = schedule(gradient, "65%", planner=planner, executor=STAGES)
     assert_same(scheduled(W, X), jax.jit(gradient)(W, X))
     plan = scheduled.plan(W, X)
     assert plan.plan.planner == "MilpPlanner"

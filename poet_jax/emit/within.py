@@ -34,6 +34,23 @@ RECORD_BYTES = 3 * 64
 SAVED = 0.5
 
 
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """A plan that fits as it was compiled.
+
+    Attributes:
+      step: what was compiled.
+      compilations: how many it took.
+      allowed, stage_bytes: what the planner and what each stage was given.
+    """
+
+    plan: Plan
+    step: Any
+    compilations: int
+    allowed: int
+    stage_bytes: int
+
+
 def compile_within(
     graph: Graph,
     costs: Costs,
@@ -41,21 +58,24 @@ def compile_within(
     budget: Budget,
     build: Callable[[Program, Sequence[Step]], Any],
     scratch: Sequence[int],
-) -> tuple[Plan, Any, int]:
-    """A plan, its compiled step, which needs at most the budget, and how often was
-    compiled.
+    first: tuple[int, int] | None = None,
+) -> Fitted:
+    """A plan whose compiled step needs at most the budget.
 
     Where the compiler needs more, the plan is made again for so much less, in smaller
     stages; at last the leanest plan is tried, with each node as a stage. Raises
     BudgetTooSmall if that does not fit either; it says what that needs, compiled.
 
     `build` compiles a program in stages; `scratch` [N] is what libraries allocate for
-    each node without XLA's knowledge.
+    each node without XLA's knowledge. `first` is (allowed, stage_bytes) to begin with,
+    of what fitted in an earlier process.
     """
     limit = budget.memory_bytes
     seen, seen_costs = as_allocated(graph, costs, scratch)
     held_bytes = _held_bytes(seen, seen_costs)
     allowed = int(limit - MARGIN * max(0, limit - held_bytes))
+    if first is not None:
+        allowed = first[0]
     for number in range(1, ROUNDS + 1):
         within = dataclasses.replace(
             budget, memory_bytes=allowed if number < ROUNDS else 1
@@ -70,7 +90,11 @@ def compile_within(
             within = dataclasses.replace(budget, memory_bytes=error.smallest_bytes)
             seen, plan = _planned(seen, seen_costs, planner, within)
         program = lower(graph, plan)
-        stage_bytes = 0 if refused else held_bytes + STAGES * (allowed - held_bytes)
+        stage_bytes = 0
+        if refused is None:
+            stage_bytes = held_bytes + int(STAGES * (allowed - held_bytes))
+        if first is not None and number == 1:
+            stage_bytes = first[1]
         steps = cut(program, seen_costs, stage_bytes)
         judged = judge_plan(seen, seen_costs, plan)
         planned_bytes = judged.usage.peak_bytes
@@ -85,7 +109,7 @@ def compile_within(
             format_bytes(limit),
         )
         if excess <= 0:
-            return plan, step, number
+            return Fitted(plan, step, number, within.memory_bytes, stage_bytes)
         if refused is not None or number == ROUNDS:
             raise budget_too_small(
                 seen,
