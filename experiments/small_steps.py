@@ -32,8 +32,8 @@ from experiments.small_models import SMALL_STEPS
 measuring.step_flags(
     "experiments/results/small_steps",
     shares=f"100,60,{measuring.LEAST}",
-    seconds=10.0,
-    time_limit=10.0,
+    seconds=4.0,
+    time_limit=6.0,
 )
 
 
