@@ -11,8 +11,9 @@ import numpy as np
 from poet_jax import progress
 from poet_jax.emit import Emitted
 from poet_jax.graph import Graph
+from poet_jax.machine import default_store
 from poet_jax.plan import Compute, Free, PageIn, PageOut
-from poet_jax.stores import FileStore, HostStore, PagedArray, Store, library
+from poet_jax.stores import PagedArray, Store, library
 from poet_jax.stores.paged import copied, drop_copies
 from poet_jax.stores.store import SECTOR_BYTES
 from poet_jax.units import format_bytes, format_count, format_seconds
@@ -71,11 +72,6 @@ class Run:
         )
 
 
-def default_store() -> Store:
-    """Where pages go: to a file, or from an accelerator to the host's memory."""
-    return FileStore() if jax.default_backend() == "cpu" else HostStore()
-
-
 class HostExecutor:
     """Compiles programs for JAX's default backend, and pages through `store`.
 
@@ -95,10 +91,6 @@ class HostExecutor:
         if self._store is None:
             self._store = default_store()
         return self._store
-
-    def can_page(self) -> bool:
-        """Whether pages can be moved here."""
-        return jax.default_backend() != "cpu" or library.is_available()
 
 
 class Step:

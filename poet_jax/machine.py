@@ -27,6 +27,12 @@ _PAUSE_SECONDS = 0.005  # as a step's instructions take, between transfers
 # A probe that met a busy machine is not to say that nothing can be computed.
 _MOST_CONTENTION = 0.9
 _STORAGE = "measured: FileStore, 64 KiB and 32 MiB, with checksum, beside products"
+# For a machine that cannot page, whose plans have no use for them.
+_ASSUMED = {
+    "page_out_bytes_per_second": 1e9,
+    "page_in_bytes_per_second": 1e9,
+    "contention": 0.0,
+}
 _HOST_MEMORY = "measured: HostStore, 64 KiB and 32 MiB, pinned memory, beside products"
 
 
@@ -34,6 +40,11 @@ def default_store() -> Store:
     """Where pages go on this machine: to a file, or from an accelerator to host
     memory."""
     return FileStore() if on_cpu() else HostStore()
+
+
+def paging_problem() -> str:
+    """Why pages cannot be moved on this machine; empty if they can."""
+    return library.problem() if on_cpu() else ""
 
 
 def _transfers() -> str:
@@ -64,15 +75,18 @@ def host() -> DeviceProfile:
     storage is probed, which takes about six seconds on two cores.
 
     Rates are measured once and then read from the file at `host_path()`; where that
-    cannot be written, once per process. Power is assumed (10 W for compute on all
-    cores; for a transfer, which copies and sums, 2 W and one core's share; over 5 W of
-    idle), so its joules are modelled, never measured.
+    cannot be written, once per process. So they are where pages cannot be moved, and
+    storage's are then assumed. Power is assumed (10 W for compute on all cores; for a
+    transfer, which copies and sums, 2 W and one core's share; over 5 W of idle), so
+    its joules are modelled, never measured.
     """
     path = host_path()
     try:
         return DeviceProfile.load(path)
     except (OSError, ValueError):
         profile = _measured()
+    if paging_problem():
+        return profile
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.toml")
@@ -98,7 +112,13 @@ def described() -> tuple[str, ...]:
 
 def _measured() -> DeviceProfile:
     launch_seconds, rates = calibrated()
-    transfers = _transfer_rates()
+    problem = paging_problem()
+    transfers: dict[str, Any] = _ASSUMED if problem else _transfer_rates()
+    said = dict.fromkeys(transfers, f"assumed: {problem}")
+    if not problem:
+        said = dict.fromkeys(transfers, _transfers()) | {
+            "contention": "measured: products done beside those transfers, and alone"
+        }
     ram_bytes, memory = _memory()
     flops_per_second = 1 / rates["dot_float32"][-1][1]
     return DeviceProfile(
@@ -117,11 +137,10 @@ def _measured() -> DeviceProfile:
             "flops_per_second": "measured: the largest product of `rates`",
             "flops_per_joule": "assumed: 10 W for compute on all cores",
             "bytes_per_second": "measured: the largest traffic of `rates`",
-            **dict.fromkeys(transfers, _transfers()),
+            **said,
             "paging_watts": "assumed: 2 W and one core's share",
             "static_watts": "assumed: 5 W",
             "dispatch_seconds": "measured: a program of a hundred small kernels",
-            "contention": "measured: products done beside those transfers, and alone",
             "rates": "measured: a program for each, see calibrate.PROBES",
         },
     )

@@ -135,8 +135,8 @@ def pareto(
     A point costs no more than one with less memory whose plan keeps its limits, and its
     bound is no lower than that of one with more of everything and the same order of
     nodes. Memory in which no plan keeps the other limits of its budget has no point.
-    Plans are of the graph node by node: as one executable the step may need less
-    (`Schedule`).
+    Nothing is compiled. Plans, and what percentages are of, are node by node: as one
+    executable the step may need more or less (`Schedule`).
 
     Raises ValueError for a budget that cannot be read, and BudgetTooSmall if the limits
     of the largest one leave no plan.

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import types
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,11 +27,11 @@ from poet_jax.depthwise import depthwise_convolutions
 from poet_jax.device import DeviceProfile
 from poet_jax.effects import Effects, effects
 from poet_jax.emit import emit
-from poet_jax.errors import CannotTrace, ClosesOverTracer
+from poet_jax.errors import BudgetTooSmall, CannotTrace, ClosesOverTracer
 from poet_jax.executor import HostExecutor, PagedStep, Run, Step
 from poet_jax.fold import fold
 from poet_jax.graph import Graph
-from poet_jax.machine import host, on_cpu
+from poet_jax.machine import host, on_cpu, paging_problem
 from poet_jax.narrow import narrow
 from poet_jax.order import order
 from poet_jax.pareto import Front, pareto
@@ -218,7 +218,8 @@ class Scheduled:
                     recomputed=program.recomputed,
                 )
 
-            with eval_context():
+            problem = paging_problem()
+            with eval_context(), _noting(problem):
                 self._schedules[key] = make_schedule(
                     graph,
                     costs,
@@ -227,7 +228,7 @@ class Scheduled:
                     build,
                     None if graph.stored else whole,
                     scratch,
-                    self.store_bytes if self.executor.can_page() else 0,
+                    0 if problem else self.store_bytes,
                     in_stages=self.executor.trace,
                     cache=self._cache,
                 )
@@ -283,6 +284,17 @@ def _check_options(device: Any, planner: Any, executor: Any) -> None:
                 f"A step was asked for with {name}={given!r}. What it takes is an "
                 f"object, a {kind}. Type for example {name}={example}."
             )
+
+
+@contextlib.contextmanager
+def _noting(problem: str) -> Iterator[None]:
+    """Add to a BudgetTooSmall that nothing could be paged, if there is a `problem`."""
+    try:
+        yield
+    except BudgetTooSmall as error:
+        if problem:
+            error.add_note(f"No value was paged. {problem}")
+        raise
 
 
 _NO_TRACE = get_opaque_trace_state()

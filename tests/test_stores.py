@@ -579,7 +579,7 @@ def test_importing_it_builds_and_starts_nothing(tmp_path):
 ASK = """
     import poet_jax
     from poet_jax.stores import library
-    assert not library.is_available()
+    assert library.problem()
     for _ in range(2):
         try:
             library.load()
@@ -598,6 +598,20 @@ def test_a_compiler_that_is_missing_is_one_sentence(tmp_path):
     )
 
 
+def test_a_budget_too_small_says_that_nothing_could_be_paged(tmp_path):
+    said = python(
+        """
+        import jax.numpy as jnp, poet_jax
+        try:
+            poet_jax.schedule(jnp.sin, 1).plan(jnp.ones(8))
+        except poet_jax.BudgetTooSmall as error:
+            print(error.__notes__)
+        """,
+        **{"XDG_CACHE_HOME": str(tmp_path), "PATH": str(tmp_path), "CXX": "no-such"},
+    )
+    assert "No value was paged" in said and "install one" in said
+
+
 def test_a_compiler_that_fails_is_quoted_and_not_asked_again(tmp_path):
     compiler = tmp_path / "compiler"
     compiler.write_text(
@@ -614,10 +628,10 @@ def test_a_compiler_that_fails_is_quoted_and_not_asked_again(tmp_path):
 
 def test_a_home_that_cannot_be_written_to_is_done_without():
     said = python(
-        "from poet_jax.stores import library; print(library.is_available())",
+        "from poet_jax.stores import library; print(repr(library.problem()))",
         XDG_CACHE_HOME="/proc",
     )
-    assert said == "True\n"
+    assert said == "''\n"
 
 
 # Arrays that live in stores.

@@ -43,13 +43,14 @@ _lock = threading.Lock()
 _loaded: "ctypes.CDLL | PageStoreError | None" = None
 
 
-def is_available() -> bool:
-    """Whether pages can be moved to files here; builds the library if need be."""
+def problem() -> str:
+    """Why pages cannot be moved to files here; empty if they can. Builds the library if
+    need be."""
     try:
         load()
-    except PageStoreError:
-        return False
-    return True
+    except PageStoreError as error:
+        return str(error)
+    return ""
 
 
 def load() -> ctypes.CDLL:
