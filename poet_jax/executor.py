@@ -280,7 +280,9 @@ class PagedStep:
         Times are (start, stop) on the clock of the stamps.
         """
         copies, read = {}, {}
-        for value in sorted(self.graph.resident):
+        values = self.graph.values
+        # What is read is there twice for a moment: the largest first.
+        for value in sorted(self.graph.resident, key=lambda v: -values[v].nbytes):
             place, described = self.graph.stored[value], self.graph.values[value]
             copy = leaves[place.leaf].take_copy(place.block)
             if copy is None:
