@@ -66,8 +66,8 @@ def main(argv):
     )
     print(
         f"Planning {MODEL.value} on {dataset.name}, batch {BATCH_SIZE.value}: "
-        "compiling and timing nodes, up to "
-        f"{TIME_LIMIT.value:.0f} s of solving, then compiling the step ...",
+        f"pricing, up to {TIME_LIMIT.value:.0f} s of solving, and compiling, until "
+        "XLA's own count fits ...",
         flush=True,
     )
     schedule = step.plan(batches[0])
@@ -100,6 +100,8 @@ def main(argv):
     ]
     ours, plain = map(statistics.median, zip(*pairs, strict=True))
     ratio = statistics.median(a / b for a, b in pairs)
+    run = step.last_run
+    hidden = run.hidden_seconds / run.storage_seconds if run.storage_seconds else 1.0
     allowed = 1.05 * schedule.budget.memory_bytes + 16 * 2**20
     rows = [
         ("bytes compiled, XLA's own count", format_bytes(schedule.compiled_bytes),
@@ -107,11 +109,14 @@ def main(argv):
         ("rise of the process's VmHWM", format_bytes(max(rises)),
          f"allowed {format_bytes(allowed)}: 1.05 x budget + 16 MiB"),
         ("seconds per step", format_seconds(ours),
-         f"jax.jit {format_seconds(plain)}, ratio {ratio:.2f}"),
+         f"jax.jit {format_seconds(plain)}, ratio {ratio:.2f}; planned "
+         f"{format_seconds(schedule.usage.seconds)}"),
         ("gradients, relative difference", f"{differences[0]:.1e}",
          f"from jax.grad; {differences[1]:.1e} of the parameter where it is most"),
-        ("paged per step", format_bytes(step.last_run.bytes_paged_out),
-         f"and {format_bytes(step.last_run.bytes_paged_in)} back"),
+        ("paged per step", format_bytes(run.bytes_paged_out),
+         f"and {format_bytes(run.bytes_paged_in)} back"),
+        ("transfers under compute", f"{hidden:.0%}",
+         f"of {format_seconds(run.storage_seconds)}"),
     ]  # fmt: skip
     print(f"\nMeasured, seconds as medians over {len(pairs)} steps of each in turns:")
     for label, value, note in rows:
