@@ -101,6 +101,7 @@ def main(argv):
     ours, plain = map(statistics.median, zip(*pairs, strict=True))
     ratio = statistics.median(a / b for a, b in pairs)
     run = step.last_run
+    assert run is not None
     hidden = run.hidden_seconds / run.storage_seconds if run.storage_seconds else 1.0
     allowed = 1.05 * schedule.budget.memory_bytes + 16 * 2**20
     rows = [

@@ -62,9 +62,10 @@ def compile_within(
 ) -> Fitted:
     """A plan whose compiled step needs at most the budget.
 
-    Where the compiler needs more, the plan is made again for so much less, in smaller
-    stages; at last the leanest plan is tried, with each node as a stage. Raises
-    BudgetTooSmall if that does not fit either; it says what that needs, compiled.
+    Where the compiler needs far more, each node is made a stage; where it needs a
+    little more, or that does not help, the plan is made again for so much less. At last
+    the leanest plan is tried, with each node as a stage. Raises BudgetTooSmall if that
+    does not fit either; it says what that needs, compiled.
 
     `build` compiles a program in stages; `scratch` [N] is what libraries allocate for
     each node without XLA's knowledge. `first` is (allowed, stage_bytes) to begin with,
@@ -76,23 +77,22 @@ def compile_within(
     allowed = int(limit - MARGIN * max(0, limit - held_bytes))
     if first is not None:
         allowed = first[0]
+    plan, share, refused = None, STAGES, None
     for number in range(1, ROUNDS + 1):
-        within = dataclasses.replace(
-            budget, memory_bytes=allowed if number < ROUNDS else 1
-        )
-        refused: BudgetTooSmall | None = None
-        try:
-            seen, plan = _planned(seen, seen_costs, planner, within)
-        except BudgetTooSmall as error:
-            if error.smallest_bytes <= within.memory_bytes:
-                raise  # something else than memory does not fit
-            refused = error
-            within = dataclasses.replace(budget, memory_bytes=error.smallest_bytes)
-            seen, plan = _planned(seen, seen_costs, planner, within)
+        if plan is None:
+            within = dataclasses.replace(
+                budget, memory_bytes=allowed if number < ROUNDS else 1
+            )
+            try:
+                seen, plan = _planned(seen, seen_costs, planner, within)
+            except BudgetTooSmall as error:
+                if error.smallest_bytes <= within.memory_bytes:
+                    raise  # something else than memory does not fit
+                refused, allowed, share = error, error.smallest_bytes, 0.0
+                within = dataclasses.replace(budget, memory_bytes=allowed)
+                seen, plan = _planned(seen, seen_costs, planner, within)
         program = lower(graph, plan)
-        stage_bytes = 0
-        if refused is None:
-            stage_bytes = held_bytes + int(STAGES * (allowed - held_bytes))
+        stage_bytes = held_bytes + int(share * (allowed - held_bytes)) if share else 0
         if first is not None and number == 1:
             stage_bytes = first[1]
         steps = cut(program, seen_costs, stage_bytes)
@@ -109,7 +109,7 @@ def compile_within(
             format_bytes(limit),
         )
         if excess <= 0:
-            return Fitted(plan, step, number, within.memory_bytes, stage_bytes)
+            return Fitted(plan, step, number, allowed, stage_bytes)
         if refused is not None or number == ROUNDS:
             raise budget_too_small(
                 seen,
@@ -120,9 +120,12 @@ def compile_within(
                 least_bytes=0 if refused is None else refused.least_bytes,
                 compiled_bytes=step.nbytes,
             )
-        planned = min(allowed, planned_bytes) - held_bytes
-        allowed = held_bytes + int(max(planned - excess / SAVED, planned / 2))
-        allowed = max(1, allowed)
+        if share and excess > MARGIN * (limit - held_bytes):
+            share = 0.0
+        else:
+            planned = min(allowed, planned_bytes) - held_bytes
+            allowed = held_bytes + int(max(planned - excess / SAVED, planned / 2))
+            plan, allowed = None, max(1, allowed)
     raise AssertionError("the last round returns or raises")
 
 
