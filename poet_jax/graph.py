@@ -411,16 +411,6 @@ def node_signature(graph: Graph, node: Node) -> str:
     return hashlib.sha256(data.encode()).hexdigest()[:16]
 
 
-def equation_signature(equation: Equation) -> tuple[str, ...]:
-    """An equation's operation and shapes, the same in every process."""
-    shapes = (*equation.operand_shapes, *equation.result_shapes)
-    return (
-        equation.primitive.name,
-        _plain(equation.params),
-        *(f"{x.dtype}{list(x.shape)}" for x in shapes),
-    )
-
-
 def renumber(graph: Graph, nodes: Iterable[Node]) -> Graph:
     """`graph` with `nodes` instead of its own, without the values that are left
     unused."""

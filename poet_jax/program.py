@@ -195,11 +195,6 @@ def moving(instructions: Iterable[Action]) -> tuple[Action, ...]:
     return tuple(x for x in instructions if isinstance(x, Compute | PageIn | PageOut))
 
 
-def free_soon(program: Program) -> Program:
-    """`program` with every `Free` right after the last read before it."""
-    return lower_actions(program.graph, moving(program.instructions))
-
-
 def _check(graph: Graph, actions: Sequence[Action]) -> None:
     present = set(graph.initial)
     stored = set(graph.stored)
