@@ -14,7 +14,7 @@ from poet_jax import explain, figures
 from poet_jax.cache import PlanCache
 from poet_jax.dot import write_dot
 from poet_jax.emit import compile_within, keep_all_bytes
-from poet_jax.errors import PlanInvalid
+from poet_jax.errors import BudgetTooSmall, PlanInvalid
 from poet_jax.executor import PagedStep, Run, Step
 from poet_jax.graph import Graph
 from poet_jax.matrices import Matrices, matrices
@@ -245,8 +245,9 @@ def make_schedule(
     A percentage is of what keep-all needs as a compiled program: as planned, or by
     XLA's own count of `whole` if that is more. `store_bytes` is the device's room, for
     a budget that does not say. `build` compiles a program in stages; without it nothing
-    is compiled. `whole` compiles the function as `jax.jit` does, which is what runs if
-    the budget covers that, unless it is to be `in_stages`. `scratch` [N] is what
+    is compiled. `whole` compiles the function as `jax.jit` does. That is what runs if
+    the budget covers it, unless it is to be `in_stages`, or a pass changed how
+    something is computed and what that gives fits. `scratch` [N] is what
     libraries allocate for each node without XLA's knowledge. `cache` keeps plans, and
     what only compiling them told. Raises BudgetTooSmall, and PlanInvalid for a planner
     whose plan exceeds the budget.
@@ -265,32 +266,44 @@ def make_schedule(
         most_bytes = keep_all_bytes(graph, costs, scratch or [0] * len(graph.nodes))
     most_bytes = max(most_bytes, whole_bytes or 0)
     limits = parse_budget(budget, most_bytes).on_storage_of(store_bytes, graph)
-    if whole is not None and not in_stages:
-        if whole_bytes is None:
-            whole_bytes = everything.usage.peak_bytes / HOPE
-        if whole_bytes <= limits.memory_bytes:
-            step = step or whole()
-            plan = _best_of_all(everything, planner)
-            schedule = Schedule.of(graph, costs, limits, plan, everything.program)
-            late = limits.seconds is not None and (
-                schedule.usage.seconds > limits.seconds
-            )
-            if step.nbytes <= limits.memory_bytes and not late:
-                return dataclasses.replace(schedule, step=step, compilations=1)
-    step, compilations = None, 0
+
+    def as_a_whole() -> Schedule | None:
+        """The function as `jax.jit` compiles it, if the budget covers that."""
+        hoped_bytes = whole_bytes or everything.usage.peak_bytes / HOPE
+        if whole is None or in_stages or hoped_bytes > limits.memory_bytes:
+            return None
+        compiled = step or whole()
+        plan = _best_of_all(everything, planner)
+        schedule = Schedule.of(graph, costs, limits, plan, everything.program)
+        used = _as_compiled(schedule.usage, compiled.nbytes)
+        if not fits(used, limits):
+            return None
+        return dataclasses.replace(schedule, step=compiled, compilations=1)
+
+    # A pass that changed how something is computed did so to save time and memory.
+    if not graph.is_lowered and (schedule := as_a_whole()) is not None:
+        return schedule
+    compiled, compilations = None, 0
     if build is None:
         plan = planner(graph, costs, limits)
     else:
         first = None
         if "allowed" in known and "stage_bytes" in known:
             first = known["allowed"], known["stage_bytes"]
-        fitted = compile_within(graph, costs, planner, limits, build, scratch, first)
-        plan, step, compilations = fitted.plan, fitted.step, fitted.compilations
+        try:
+            fitted = compile_within(
+                graph, costs, planner, limits, build, scratch, first
+            )
+        except BudgetTooSmall:
+            if graph.is_lowered and (schedule := as_a_whole()) is not None:
+                return schedule
+            raise
+        plan, compiled, compilations = fitted.plan, fitted.step, fitted.compilations
         learnt |= {"allowed": fitted.allowed, "stage_bytes": fitted.stage_bytes}
     if cache is not None and not plan.statistics.get("interrupted"):
         cache.learn(graph, costs, budget, asked, known | learnt)
     schedule = Schedule.of(graph, costs, limits, plan)
-    used = _as_compiled(schedule.usage, None if step is None else step.nbytes)
+    used = _as_compiled(schedule.usage, None if compiled is None else compiled.nbytes)
     if not fits(used, limits):
         raise PlanInvalid(
             f"{plan.planner} was asked for a plan within {limits}, and its "
@@ -298,7 +311,7 @@ def make_schedule(
             "simulator's do not. Type a larger budget for it, or use "
             "poet_jax.MilpPlanner()."
         )
-    return dataclasses.replace(schedule, step=step, compilations=compilations)
+    return dataclasses.replace(schedule, step=compiled, compilations=compilations)
 
 
 def _as_compiled(usage: Usage, compiled_bytes: int | None) -> Usage:

@@ -194,17 +194,14 @@ class Scheduled:
             reason = difference(self._latest, key)
             if reason:
                 logger.warning("planning %s again: %s", self._name, reason)
-            graph, costs = self.priced(self._traced(args, kwargs, reason))
-            scratch = [node_scratch(node) if on_cpu() else 0 for node in graph.nodes]
-            scratch_bytes = max(scratch, default=0)
-
+            traced = self._traced(args, kwargs, reason)
+            graph, costs = self.priced(traced)
+            scratch, scratch_bytes = _scratch(graph)
             leaves = self._leaves(args, kwargs)
 
             def whole() -> Step:
-                fun: Callable = graph  # if a pass changed how something is computed
-                if not graph.is_lowered:
-                    fun = self._static.of_flat(self._fun, args, kwargs)
-                return Step(fun, leaves, graph, scratch_bytes=scratch_bytes)
+                fun = self._static.of_flat(self._fun, args, kwargs)
+                return Step(fun, leaves, graph, scratch_bytes=_scratch(traced)[1])
 
             def build(program: Program, steps: Sequence[Any]) -> Step | PagedStep:
                 emitted = emit(program, steps=steps, trace=self.executor.trace)
@@ -284,6 +281,12 @@ def _check_options(device: Any, planner: Any, executor: Any) -> None:
                 f"A step was asked for with {name}={given!r}. What it takes is an "
                 f"object, a {kind}. Type for example {name}={example}."
             )
+
+
+def _scratch(graph: Graph) -> tuple[list[int], int]:
+    """What libraries allocate for each node without XLA's knowledge, and the most."""
+    scratch = [node_scratch(node) if on_cpu() else 0 for node in graph.nodes]
+    return scratch, max(scratch, default=0)
 
 
 @contextlib.contextmanager
