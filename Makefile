@@ -27,6 +27,7 @@ figures: setup
 	$(BIN)/python -m experiments.finetune --plot
 	$(BIN)/python -m experiments.search --plot
 	$(BIN)/python -m experiments.plan_benchmark --plot
+	$(BIN)/python -m experiments.step_benchmark --plot
 	$(BIN)/python -m experiments.small_steps --plot
 
 lint: setup
