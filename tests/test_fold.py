@@ -208,7 +208,7 @@ def test_it_pays_only_where_an_array_goes(size, scale, read_twice, folds):
 
 def test_a_step_within_a_budget_needs_less_of_it():
     """A pass that can be left out, by XLA's count of a step that ran."""
-    batch = jnp.tile(X, (8, 1, 1, 1))
+    batch = jnp.tile(X, (64, 1, 1, 1))
     runs = []
     for without in ((), (poet_jax.fold,)):
         model = NnxNet(blocks=3)

@@ -10,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from test_errors import assert_three_sentences
+from toy import STAGES
 
 import poet_jax
 import poet_jax.stores.paged
@@ -455,6 +456,7 @@ def test_a_quarter_of_the_channels_saves_a_quarter_of_the_activation():
             step,
             "100%",
             donate_argnums=0,
+            executor=STAGES,
             **OPTIONS,
         )
         graph = scheduled.plan(params, jnp.ones((n, 8))).graph
