@@ -1,8 +1,8 @@
-"""ResNet-18 trained in half of the memory that it needs, on this machine's CPU.
+"""ResNet-18 trained in 42 % of the memory that it needs, on this machine's CPU.
 
 Command:  make demo            (or python -m experiments.demo)
-Time:     three to five minutes on 2 cores.
-Expect:   XLA to count at most half of what keep-all needs; steps in 0.5 to 1.05 times
+Time:     two to five minutes on 2 cores.
+Expect:   XLA to count at most 42 % of what keep-all needs; steps in 0.5 to 1.1 times
           the time of jax.jit's, by the processor, as filter gradients are matrix
           products here, which outweighs what is computed twice and paged (see
           poet_jax.filter_gradients); gradients within 1e-5 of jax.grad's, in relative
@@ -31,7 +31,7 @@ from experiments.data import DatasetSpec, load_dataset
 from experiments.models import loss_fn, make_model
 from poet_jax.units import format_bytes, format_seconds
 
-BUDGET = flags.DEFINE_string("budget", "50%", "Memory budget: a size or a percentage.")
+BUDGET = flags.DEFINE_string("budget", "42%", "Memory budget: a size or a percentage.")
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Images in a batch.")
 STEPS = flags.DEFINE_integer("steps", 8, "Training steps within the budget.", 2)
 TIME_LIMIT = flags.DEFINE_float("time_limit", 25.0, "Seconds for the planner.")
@@ -102,7 +102,6 @@ def main(argv):
     ratio = statistics.median(a / b for a, b in pairs)
     run = step.last_run
     assert run is not None
-    hidden = run.hidden_seconds / run.storage_seconds if run.storage_seconds else 1.0
     allowed = 1.05 * schedule.budget.memory_bytes + 16 * 2**20
     rows = [
         ("bytes compiled, XLA's own count", format_bytes(schedule.compiled_bytes),
@@ -116,9 +115,11 @@ def main(argv):
          f"from jax.grad; {differences[1]:.1e} of the parameter where it is most"),
         ("paged per step", format_bytes(run.bytes_paged_out),
          f"and {format_bytes(run.bytes_paged_in)} back"),
-        ("transfers under compute", f"{hidden:.0%}",
-         f"of {format_seconds(run.storage_seconds)}"),
     ]  # fmt: skip
+    if run.storage_seconds:
+        hidden = run.hidden_seconds / run.storage_seconds
+        rows.append(("transfers under compute", f"{hidden:.0%}",
+                     f"of {format_seconds(run.storage_seconds)}"))  # fmt: skip
     print(f"\nMeasured, seconds as medians over {len(pairs)} steps of each in turns:")
     for label, value, note in rows:
         print(f"  {label:32s} {value:>12s}   {note}")
