@@ -273,6 +273,7 @@ def make_schedule(
         if whole is None or in_stages or hoped_bytes > limits.memory_bytes:
             return None
         compiled = step or whole()
+        learnt["whole_bytes"] = compiled.nbytes
         plan = _best_of_all(everything, planner)
         schedule = Schedule.of(graph, costs, limits, plan, everything.program)
         used = _as_compiled(schedule.usage, compiled.nbytes)
