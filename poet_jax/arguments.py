@@ -2,7 +2,7 @@
 
 import inspect
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,8 +19,6 @@ SETTINGS = (
     "jax_threefry_partitionable",
     "jax_disable_jit",
 )
-
-_WEAK = (bool, int, float, complex)  # Python's own have no firm type in JAX
 
 
 class StaticArguments:
@@ -71,32 +69,6 @@ class StaticArguments:
             ) from error
         return static, tree, tuple(map(_aval, leaves)), settings()
 
-    def flat(self, args, kwargs) -> tuple[list[Any], tuple[Any, ...]]:
-        """(leaves of the other arguments, what of the key XLA does not compare)."""
-        static: Any = ()
-        if self:
-            static = self._kept(args, kwargs)
-            args, kwargs = self.remove(args, kwargs)
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        return leaves, (static, tree, _weak(leaves), settings())
-
-    def of_flat(self, fun, args, kwargs) -> Callable[..., list[Any]]:
-        """`fun` from leaves as `flat` gives them to flat results, with the static
-        arguments of these."""
-        tree = jax.tree.structure(self.remove(args, kwargs))
-        fixed = {i: x for i, x in enumerate(args) if self._is_static(i, args)}
-        named = {name: x for name, x in kwargs.items() if name in self.names}
-        count = len(args)
-
-        def flat(*leaves):
-            others, names = jax.tree.unflatten(tree, leaves)
-            other = iter(others)
-            given = (fixed[i] if i in fixed else next(other) for i in range(count))
-            return jax.tree.leaves(fun(*given, **names, **named))
-
-        flat.__name__ = getattr(fun, "__name__", "flat")  # XLA's module has it
-        return flat
-
     def _kept(self, args, kwargs):
         return (
             tuple(
@@ -111,14 +83,6 @@ class StaticArguments:
 def settings() -> tuple[tuple[str, Any], ...]:
     """(name, value) of what decides what a function is traced to."""
     return tuple((name, getattr(jax.config, name)) for name in SETTINGS)
-
-
-def _weak(leaves: Sequence[Any]) -> list[bool]:
-    """Whether the type of each leaf is weak."""
-    try:
-        return [x.aval.weak_type for x in leaves]  # a tenth of the time of the next
-    except AttributeError:
-        return [type(x) in _WEAK or getattr(x, "weak_type", False) for x in leaves]
 
 
 def _aval(leaf: Any) -> tuple[Any, Any, bool]:

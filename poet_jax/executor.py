@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -94,40 +94,36 @@ class HostExecutor:
 
 
 class Step:
-    """A function of flat arguments, compiled for those that were planned for.
+    """A jitted function, compiled for the arguments that were planned for.
 
-    A call costs what one of XLA's compiled object does, which raises TypeError for
-    other arguments before anything runs. It returns when the step is
-    done, so that no two share the memory.
+    A call is one of the function. It returns when the step is done, so that no two
+    share the memory.
 
     Args:
-      fun: what is compiled, from flat arguments to flat results.
-      shapes: of its arguments, or these themselves.
-      graph: what is compiled in another form; says what is donated and returned.
+      jitted: what is compiled.
+      args, kwargs: its arguments, or shapes of them.
+      graph: what is compiled in another form; says what is in RAM from the beginning.
       scratch_bytes: that libraries allocate without XLA's knowledge.
       recomputed: nodes that run again.
-      jit_options: of `jax.jit`; by default arguments that the graph says are donated.
 
     Attributes:
-      compiled: XLA's compiled object, of flat arguments.
+      compiled: XLA's compiled object.
       nbytes: RAM while it runs, by XLA's own count, arguments and results included.
       last_run: what the latest call measured.
     """
 
     def __init__(
         self,
-        fun: Callable[..., list[Any]],
-        shapes: Sequence[Any],
+        jitted: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
         graph: Graph,
         *,
         scratch_bytes: int = 0,
         recomputed: int = 0,
-        **jit_options: Any,
     ):
-        if not jit_options:
-            donated = [n for n, v in enumerate(graph.arguments) if v in graph.donated]
-            jit_options = {"donate_argnums": donated}
-        lowered = jax.jit(fun, **jit_options).lower(*shapes)
+        self._jitted = jitted
+        lowered = jitted.lower(*args, **kwargs)
         with progress.line(lambda: "compiling"):
             self.compiled = lowered.compile()
         analysis = self.compiled.memory_analysis()
@@ -137,41 +133,29 @@ class Step:
         self.nbytes = int(
             held_bytes + new_bytes + analysis.temp_size_in_bytes + scratch_bytes
         )
-        self._out_tree = graph.out_tree
         self._recomputed = recomputed
         self._seconds = 0.0
 
-    def __call__(self, leaves: Sequence[Any]) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if copied:  # memory that this step does not know of
             drop_copies()
-        return self.run(leaves, self._out_tree.unflatten)
+        return self.run(*args, **kwargs)
 
-    def run(
-        self, leaves: Sequence[Any], finish: Callable[[list[Any]], Any] = list
-    ) -> Any:
-        """What `finish` makes of the flat results while they are computed, whatever
-        else is in RAM."""
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """As a call, whatever else is in RAM."""
         start = time.perf_counter()
         try:
-            results = self.compiled(*leaves)
-            finished = finish(results)
-            jax.block_until_ready(results)
-        except Exception as error:
-            if "deleted or donated" in str(error):
-                raise RuntimeError(
-                    "A step was given an array that has been deleted. An argument that "
-                    "was donated to an earlier call is gone. Use what that call "
-                    "returned."
-                ) from error
-            # Of jax_debug_nans and jax_debug_infs; jax.jit makes it the public one.
-            if type(error).__name__ != "InternalFloatingPointError":
+            results = jax.block_until_ready(self._jitted(*args, **kwargs))
+        except (RuntimeError, ValueError) as error:
+            if "deleted" not in str(error):
                 raise
-            name, kind = error.args
-            raise FloatingPointError(
-                f"invalid value ({kind}) encountered in {name}"
+            raise RuntimeError(
+                "A step was given an array that has been deleted. An argument that "
+                "was donated to an earlier call is gone. Use what that call "
+                "returned."
             ) from error
         self._seconds = time.perf_counter() - start
-        return finished
+        return results
 
     @property
     def last_run(self) -> Run:
@@ -211,21 +195,19 @@ class PagedStep:
             rows = sum(map(len, emitted.pages.values()))
             shapes.append(jax.ShapeDtypeStruct((rows, 4), np.uint32))
         gone = graph.donated | graph.resident
-        self._step = Step(
+        jitted = jax.jit(
             emitted,
-            shapes,
-            graph,
-            scratch_bytes=scratch_bytes,
             donate_argnums=[n for n, v in enumerate(emitted.inputs) if v in gone],
             keep_unused=True,
         )
+        self._step = Step(jitted, shapes, {}, graph, scratch_bytes=scratch_bytes)
         self.compiled, self.nbytes = self._step.compiled, self._step.nbytes
         self._offsets, self._room_bytes = _room(emitted)
         self.last_run = Run(0.0, self.nbytes)
 
-    def __call__(self, leaves: Sequence[Any]) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()
-        graph = self.graph
+        graph, leaves = self.graph, jax.tree.leaves((args, kwargs))
         given = dict(zip(graph.arguments, leaves, strict=True))
         for value, leaf in given.items():
             if isinstance(leaf, jax.Array | PagedArray) and leaf.is_deleted():
@@ -252,7 +234,7 @@ class PagedStep:
             ]
             if self._emitted.pages:
                 inputs.append(self._places(leaves, landed, room))
-            results = self._step.run(inputs)
+            results = self._step.run(*inputs)
         except BaseException as error:
             for paged in landed.values():
                 paged.delete()

@@ -238,6 +238,7 @@ def make_schedule(
     store_bytes: float = math.inf,
     *,
     in_stages: bool = False,
+    is_rewritten: bool = False,
     cache: PlanCache | None = None,
 ) -> Schedule:
     """Plan `graph` within `budget`, and compile the plan.
@@ -246,10 +247,10 @@ def make_schedule(
     XLA's own count of `whole` if that is more. `store_bytes` is the device's room, for
     a budget that does not say. `build` compiles a program in stages; without it nothing
     is compiled. `whole` compiles the function as `jax.jit` does. That is what runs if
-    the budget covers it, unless it is to be `in_stages`, or a pass changed how
-    something is computed and what that gives fits. `scratch` [N] is what
-    libraries allocate for each node without XLA's knowledge. `cache` keeps plans, and
-    what only compiling them told. Raises BudgetTooSmall, and PlanInvalid for a planner
+    the budget covers it, unless it is to be `in_stages`, or what passes made of the
+    graph `is_rewritten` to be faster, and fits. `scratch` [N] is what libraries
+    allocate for each node without XLA's knowledge. `cache` keeps plans, and what only
+    compiling them told. Raises BudgetTooSmall, and PlanInvalid for a planner
     whose plan exceeds the budget.
     """
     everything = keep_everything(graph, costs)
@@ -281,8 +282,7 @@ def make_schedule(
             return None
         return dataclasses.replace(schedule, step=compiled, compilations=1)
 
-    # A pass that changed how something is computed did so to save time and memory.
-    if not graph.is_lowered and (schedule := as_a_whole()) is not None:
+    if not is_rewritten and (schedule := as_a_whole()) is not None:
         return schedule
     compiled, compilations = None, 0
     if build is None:
@@ -296,7 +296,7 @@ def make_schedule(
                 graph, costs, planner, limits, build, scratch, first
             )
         except BudgetTooSmall:
-            if graph.is_lowered and (schedule := as_a_whole()) is not None:
+            if is_rewritten and (schedule := as_a_whole()) is not None:
                 return schedule
             raise
         plan, compiled, compilations = fitted.plan, fitted.step, fitted.compilations

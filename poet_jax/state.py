@@ -30,7 +30,7 @@ def init_paged(
     graph = land(order(coarsen(trace(init_fn, *args))), min_bytes)
     program = lower_actions(graph, Stages.empty(graph).actions(graph))
     step = PagedStep(emit(program), store)
-    return step(jax.tree.leaves(args))
+    return step(*args)
 
 
 def to_storage(state: Any, store: Store, min_bytes: int = SMALL_BYTES) -> Any:

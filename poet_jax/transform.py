@@ -2,6 +2,7 @@
 it."""
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import math
@@ -30,7 +31,7 @@ from poet_jax.emit import emit
 from poet_jax.errors import BudgetTooSmall, CannotTrace, ClosesOverTracer
 from poet_jax.executor import HostExecutor, PagedStep, Run, Step
 from poet_jax.fold import fold
-from poet_jax.graph import Graph
+from poet_jax.graph import Graph, map_equations
 from poet_jax.machine import host, on_cpu, paging_problem
 from poet_jax.narrow import narrow
 from poet_jax.order import order
@@ -67,6 +68,11 @@ PASSES: tuple[Pass, ...] = (
 )
 
 
+# Of a step's modelled seconds: what rewritten operations must save to be worth more
+# than that XLA fuses the whole step, and schedules it on its own.
+SAVED = 0.1
+
+
 class Scheduled:
     """A function that runs within a budget; made by `schedule`.
 
@@ -100,13 +106,14 @@ class Scheduled:
         self.passes = tuple(passes)
         self._cache = None if plan_cache is None else PlanCache(plan_cache)
         # An option that is given, even if empty, keeps jax.jit from inferring it.
-        given = {name: x for name, x in jit_options.items() if x not in ((), [])}
-        self._jitted = jax.jit(fun, **given)
+        self._jit_options = {
+            name: x for name, x in jit_options.items() if x not in ((), [])
+        }
+        self._jitted = jax.jit(fun, **self._jit_options)
         self._static = StaticArguments(fun, **jit_options)
         self._schedules: dict[Any, Schedule] = {}
         self._latest: Any = None
-        # What the latest call had that its step does not check, and the step.
-        self._last: tuple[Any, Step | PagedStep | None] = None, None
+        self._step: Step | PagedStep | None = None  # of the latest call
 
     @property
     def store_bytes(self) -> float:
@@ -116,7 +123,7 @@ class Scheduled:
     @property
     def last_run(self) -> Run | None:
         """What the latest call measured; None before the first."""
-        return None if self._last[1] is None else self._last[1].last_run
+        return None if self._step is None else self._step.last_run
 
     def plan(self, *args: Any, **kwargs: Any) -> Schedule:
         """The schedule for arguments like these: arrays or `jax.ShapeDtypeStruct`s.
@@ -153,16 +160,12 @@ class Scheduled:
             return effects(graph, self.passes, self.device or host())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        last, step = self._last
-        # Nothing more here: steps may take a millisecond.
+        step = self._step
+        # Nothing more here: steps may take a millisecond. What jax.jit has not compiled
+        # yet, it traces.
         if type(step) is Step and not _is_tracing():
-            leaves, call = self._static.flat(args, kwargs)
-            try:
-                # XLA's compiled object compares the rest of what a plan is for.
-                if call == last:
-                    return step(leaves)
-            except TypeError:  # other arguments than it was planned for
-                pass
+            with contextlib.suppress(_NotPlanned):
+                return step(*args, **kwargs)
         traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
         if traced or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return self._jitted(*args, **kwargs)
@@ -180,36 +183,43 @@ class Scheduled:
         step = self._plan(key, args, kwargs).step
         assert step is not None
         self._latest = key
-        leaves, call = self._static.flat(args, kwargs)
-        self._last = call, step
+        self._step = step
+        if isinstance(step, PagedStep):
+            args, kwargs = self._static.remove(args, kwargs)
         with contextlib.ExitStack() as stack:
             # Not always: jit would keep an entry for that, too, and look through both
             # from then on, which was seen to make 2 % of a step of 0.4 ms.
             if _is_tracing():
                 stack.enter_context(eval_context())
-            return step(leaves)
+            return step(*args, **kwargs)
 
     def _plan(self, key, args, kwargs) -> Schedule:
         if key not in self._schedules:
             reason = difference(self._latest, key)
             if reason:
                 logger.warning("planning %s again: %s", self._name, reason)
-            traced = self._traced(args, kwargs, reason)
+            jitted = self._jitted_for(key, self._fun)
+            traced = self._traced(args, kwargs, reason, jitted)
             graph, costs = self.priced(traced)
             scratch, scratch_bytes = _scratch(graph)
-            leaves = self._leaves(args, kwargs)
 
             def whole() -> Step:
-                fun = self._static.of_flat(self._fun, args, kwargs)
-                return Step(fun, leaves, graph, scratch_bytes=_scratch(traced)[1])
+                own_bytes = _scratch(traced)[1]
+                return Step(jitted, args, kwargs, graph, scratch_bytes=own_bytes)
 
             def build(program: Program, steps: Sequence[Any]) -> Step | PagedStep:
                 emitted = emit(program, steps=steps, trace=self.executor.trace)
                 if emitted.records or graph.stored:
                     return PagedStep(emitted, self.executor.store, scratch_bytes)
+
+                def within(*args: Any, **kwargs: Any) -> Any:
+                    results = emitted(*self._leaves(args, kwargs))
+                    return jax.tree.unflatten(graph.out_tree, results)
+
                 return Step(
-                    emitted,
-                    leaves,
+                    self._jitted_for(key, within),
+                    args,
+                    kwargs,
                     graph,
                     scratch_bytes=scratch_bytes,
                     recomputed=program.recomputed,
@@ -227,10 +237,23 @@ class Scheduled:
                     scratch,
                     0 if problem else self.store_bytes,
                     in_stages=self.executor.trace,
+                    is_rewritten=_is_faster(graph, costs, self.device or host()),
                     cache=self._cache,
                 )
             self._latest = key
         return self._schedules[key]
+
+    def _jitted_for(self, key: Any, fun: Callable) -> Any:
+        """`jax.jit` of `fun`, which has this function's signature, for calls with one
+        key only."""
+
+        @functools.wraps(self._fun)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            if self._static.key(args, kwargs) != key:
+                raise _NotPlanned
+            return fun(*args, **kwargs)
+
+        return jax.jit(traced, **self._jit_options)
 
     def _leaves(self, args, kwargs) -> list[Any]:
         return jax.tree.leaves(self._static.remove(args, kwargs))
@@ -249,13 +272,14 @@ class Scheduled:
         with eval_context():
             return graph, price(graph, self.device or host())
 
-    def _traced(self, args, kwargs, reason: str = "") -> Graph:
+    def _traced(self, args, kwargs, reason: str = "", jitted: Any = None) -> Graph:
         leaves = self._leaves(args, kwargs)
         paged = [n for n, x in enumerate(leaves) if isinstance(x, PagedArray)]
         try:
             if paged:
                 args, kwargs = jax.tree.map(_shape_of_paged, (args, kwargs))
-            graph = trace(self._jitted, *args, **kwargs)
+                jitted = None
+            graph = trace(jitted or self._jitted, *args, **kwargs)
         except CannotTrace as error:
             if not reason or isinstance(error, ClosesOverTracer):
                 raise
@@ -283,6 +307,14 @@ def _check_options(device: Any, planner: Any, executor: Any) -> None:
             )
 
 
+def _is_faster(graph: Graph, costs: Costs, device: DeviceProfile) -> bool:
+    """Whether passes rewrote operations, and that saves a share of `SAVED` or more."""
+    if graph.rewritten or not graph.is_lowered:
+        return graph.rewritten
+    traced = map_equations(graph, lambda e: dataclasses.replace(e, lowering=None))
+    return costs.seconds.sum() <= (1 - SAVED) * price(traced, device).seconds.sum()
+
+
 def _scratch(graph: Graph) -> tuple[list[int], int]:
     """What libraries allocate for each node without XLA's knowledge, and the most."""
     scratch = [node_scratch(node) if on_cpu() else 0 for node in graph.nodes]
@@ -298,6 +330,10 @@ def _noting(problem: str) -> Iterator[None]:
         if problem:
             error.add_note(f"No value was paged. {problem}")
         raise
+
+
+class _NotPlanned(Exception):
+    """A step was given other arguments than it was planned for."""
 
 
 _NO_TRACE = get_opaque_trace_state()
