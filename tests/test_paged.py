@@ -418,7 +418,7 @@ def test_embeddings_from_storage_are_the_same(
 @pytest.mark.parametrize("trained", [False, True])
 def test_a_table_larger_than_the_budget_is_an_embedding(trained):
     """Of nnx: its rows are gathered and its gradient is applied block by block."""
-    paged.BLOCK_BYTES = 2**16
+    paged.BLOCK_BYTES = 2**15
     store = poet_jax.HostStore()
     optimizer = optax.adam(1e-2)
     layer = nnx.Embed(4096, 64, rngs=nnx.Rngs(0))

@@ -94,6 +94,7 @@ def test_they_need_less_memory_than_a_scatter():
             "1GiB",
             device=DEVICE,
             planner=poet_jax.keep_all,
+            executor=poet_jax.HostExecutor(trace=True),  # in stages
             passes=tuple(chosen),
         )
         np.testing.assert_array_equal(scheduled(image), jax.grad(fun)(image))

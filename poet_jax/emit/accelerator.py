@@ -6,34 +6,25 @@ from typing import Any
 import jax
 from jax import lax
 
-from poet_jax.graph import Equation, Literal, Node
+from poet_jax.graph import Node
 
 
 def apart(
     body: Callable[..., list[jax.Array]],
     operands: Sequence[jax.Array],
     after: Sequence[jax.Array],
-) -> list[jax.Array]:
-    """`body(operands)`, begun once the arrays `after` are there."""
-    return body(tied(operands, after))
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    """`body(operands)`, begun once the arrays `after` are there, and what is there once
+    it is done."""
+    if after:
+        operands, _ = lax.optimization_barrier((list(operands), list(after)))
+    results = body(operands)
+    return results, results[:1] or list(after)
 
 
-def tied(operands: Sequence[Any], after: Sequence[jax.Array]) -> list[Any]:
-    """`operands`, known once the arrays `after` are there."""
-    return lax.optimization_barrier((list(operands), list(after)))[0]
-
-
-def evaluate(
-    node: Node, operands: Sequence[Any], after: Sequence[jax.Array] = ()
-) -> tuple[Any, ...]:
-    """A node's equations. What is made of constants alone waits for `after`."""
-
-    def bind(equation: Equation, operands: Sequence[Any]) -> Sequence[Any]:
-        if after and all(isinstance(x, Literal) for x in equation.operands):
-            operands = tied(operands, after)
-        return equation.bind(operands)
-
-    return node(*operands, bind=bind)
+def evaluate(node: Node, operands: Sequence[Any]) -> tuple[Any, ...]:
+    """A node's equations."""
+    return node(*operands)
 
 
 def page_out(array: jax.Array, after: Sequence[jax.Array]) -> jax.Array:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -133,7 +133,7 @@ class Emitted:
                 found.append(x)
             elif isinstance(x, Stage):
                 waits = not arrived.isdisjoint(x.reads)
-                if waits or self.is_traced and not x.is_open:
+                if waits or self.is_traced:
                     found.append(x)
                 arrived.difference_update(x.reads)
         return tuple(found)
@@ -157,7 +157,7 @@ class _Walk:
         self.known: dict[int, Any] = dict(self.graph.constants)
         self.known.update(zip(emitted.inputs, inputs[:count], strict=True))
         self.places: Any = inputs[count] if emitted.pages else None
-        self.last = _usable(inputs[:count])  # what the next stage is to wait for
+        self.last: list[Any] = []  # what the next stage is to wait for
         self.paged: dict[int, Any] = {}  # records of pages, or the pages
         self.records: list[jax.Array] = []
         self.stamps: list[jax.Array] = []
@@ -189,28 +189,17 @@ class _Walk:
         return results
 
     def stage(self, stage: Stage) -> None:
-        def body(operands: Sequence[Any], after: Sequence[Any] = ()) -> list[Any]:
+        def body(operands: Sequence[Any]) -> list[Any]:
             known = dict(zip(stage.reads, operands, strict=True))
             for number in stage.nodes:
                 node = self.graph.nodes[number]
                 reads = [known[v] for v in node.reads]
-                results = self.target.evaluate(node, reads, after)
+                results = self.target.evaluate(node, reads)
                 known.update(zip(node.writes, results, strict=True))
             return [known[v] for v in stage.writes]
 
         operands = [self.known[v] for v in stage.reads]
-        after = [x for x in self.last if _usable([x])]
-        if not after:
-            results = body(operands)
-        elif stage.is_open:
-            fresh = [v for v in stage.reads if v not in stage.over] or stage.reads
-            tied = self.target.tied([self.known[v] for v in fresh], after)
-            known = self.known | dict(zip(fresh, tied, strict=True))
-            results = body([known[v] for v in stage.reads], after)
-            self.last = [*self.last, *_usable(results)]
-        else:
-            results = self.target.apart(body, operands, after)
-            self.last = _usable(results) or self.last
+        results, self.last = self.target.apart(body, operands, self.last)
         self.known.update(zip(stage.writes, results, strict=True))
 
     def page_out(self, value: int) -> None:
@@ -249,19 +238,10 @@ class _Walk:
 
     def after(self) -> jax.Array:
         """A number that is there when what goes before is done, and stands for it."""
-        self.last = [cpu.known([x for x in self.last if _usable([x])])]
+        self.last = [cpu.token_of(self.last)]
         return self.last[0]
 
     def stamp(self) -> None:
         now = library.clock(self.after())
         self.stamps.append(now)
         self.last.append(now)  # what follows may write over what this has read
-
-
-def _usable(arrays: Iterable[Any]) -> list[Any]:
-    """The first array with an element that can be compared with 0, if there is one."""
-    for x in arrays:
-        x = jnp.asarray(x)
-        if x.size and not jnp.issubdtype(x.dtype, jax.dtypes.extended):
-            return [x]
-    return []

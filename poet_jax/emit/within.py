@@ -25,7 +25,7 @@ ROUNDS = 4
 MARGIN = 0.1
 # A stage may fill this much of the room: with larger ones XLA needs a tenth more of it,
 # and what it then fuses besides is worth less.
-STAGES = 0.7
+STAGES = 1.0
 # XLA pads each small array to 64 bytes: a transfer's record, its place among the
 # results, and the number that says that it is done.
 RECORD_BYTES = 3 * 64
