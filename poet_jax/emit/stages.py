@@ -57,7 +57,7 @@ class _Cutter:
     def _begin(self) -> None:
         self.nodes: list[int] = []
         self.made: dict[int, None] = {}  # by the stage, and needed after it
-        self.held_bytes = 0  # freed within the stage, and there until its end
+        self.held_bytes = 0  # freed or written over, and there until the stage ends
         self.waiting: list[Free] = []  # for what follows the stage
 
     def _total(self, values: Iterable[int]) -> int:
@@ -84,16 +84,17 @@ class _Cutter:
         node = self.graph.nodes[number]
         olds = [old for old, _ in self.program.replaces.get(row, ())]
         new = [v for v in node.writes if v not in self.present]
-        new_bytes = self._total(new) - self._total(olds)
-        need_bytes = self.live_bytes + self.held_bytes + new_bytes
+        # Beside other nodes nothing is sure to be written over: they may read it later.
+        need_bytes = self.live_bytes + self.held_bytes + self._total(new)
         need_bytes += self.workspaces[number]
         if number in self.nodes or need_bytes > self.memory_bytes:
             yield from self._end()
         self.nodes.append(number)
         self.made.update(dict.fromkeys(new))
+        self.held_bytes += self._total(olds)
         self.present.update(new)
         self.present.difference_update(olds)
-        self.live_bytes += new_bytes
+        self.live_bytes += self._total(new) - self._total(olds)
 
     def _free(self, row: int, value: int) -> None:
         if row in self.program.done_frees:

@@ -23,9 +23,9 @@ ROUNDS = 4
 # Of what is beside arguments and results: XLA's arena was seen to be 2 to 12 % larger
 # than what lives in it at once.
 MARGIN = 0.1
-# A stage may fill this much of the room: with larger ones XLA needs a tenth more of it,
-# and what it then fuses besides is worth less.
-STAGES = 1.0
+# Of the room, what a stage may fill at first and if that does not fit. The wider stages
+# are, the more XLA fuses in them, and the less it keeps to the plan's order.
+WIDE, NARROW = 1.0, 0.5
 # XLA pads each small array to 64 bytes: a transfer's record, its place among the
 # results, and the number that says that it is done.
 RECORD_BYTES = 3 * 64
@@ -62,10 +62,10 @@ def compile_within(
 ) -> Fitted:
     """A plan whose compiled step needs at most the budget.
 
-    Where the compiler needs far more, each node is made a stage; where it needs a
-    little more, or that does not help, the plan is made again for so much less. At last
-    the leanest plan is tried, with each node as a stage. Raises BudgetTooSmall if that
-    does not fit either; it says what that needs, compiled.
+    Where the compiler needs more, stages are made narrower; then the plan is made again
+    for so much less. At last the leanest plan is tried, with each node as a stage.
+    Raises BudgetTooSmall if that does not fit either; it says what that needs,
+    compiled.
 
     `build` compiles a program in stages; `scratch` [N] is what libraries allocate for
     each node without XLA's knowledge. `first` is (allowed, stage_bytes) to begin with,
@@ -77,7 +77,7 @@ def compile_within(
     allowed = int(limit - MARGIN * max(0, limit - held_bytes))
     if first is not None:
         allowed = first[0]
-    plan, share, refused = None, STAGES, None
+    plan, share, refused = None, WIDE, None
     for number in range(1, ROUNDS + 1):
         if plan is None:
             within = dataclasses.replace(
@@ -120,8 +120,8 @@ def compile_within(
                 least_bytes=0 if refused is None else refused.least_bytes,
                 compiled_bytes=step.nbytes,
             )
-        if share and excess > MARGIN * (limit - held_bytes):
-            share = 0.0
+        if share == WIDE:
+            share = NARROW
         else:
             planned = min(allowed, planned_bytes) - held_bytes
             allowed = held_bytes + int(max(planned - excess / SAVED, planned / 2))
