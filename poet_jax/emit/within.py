@@ -62,10 +62,10 @@ def compile_within(
 ) -> Fitted:
     """A plan whose compiled step needs at most the budget.
 
-    Where the compiler needs more, stages are made narrower; then the plan is made again
-    for so much less. At last the leanest plan is tried, with each node as a stage.
-    Raises BudgetTooSmall if that does not fit either; it says what that needs,
-    compiled.
+    Where the compiler needs a little more, stages are made narrower; where it needs far
+    more, or that does not help, the plan is made again for so much less. At last the
+    leanest plan is tried, with each node as a stage. Raises BudgetTooSmall if that does
+    not fit either; it says what that needs, compiled.
 
     `build` compiles a program in stages; `scratch` [N] is what libraries allocate for
     each node without XLA's knowledge. `first` is (allowed, stage_bytes) to begin with,
@@ -120,7 +120,7 @@ def compile_within(
                 least_bytes=0 if refused is None else refused.least_bytes,
                 compiled_bytes=step.nbytes,
             )
-        if share == WIDE:
+        if share == WIDE and excess <= MARGIN * (limit - held_bytes):
             share = NARROW
         else:
             planned = min(allowed, planned_bytes) - held_bytes
