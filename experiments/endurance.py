@@ -3,11 +3,11 @@
     python -m experiments.endurance
 
 trains a small network with its state on storage, in a budget that makes it page and
-rematerialise, for 2,000 steps, and prints what the process holds after a tenth of them
-and at the end: physical memory without what malloc keeps idle and what the step left in
-RAM of its state, bytes in the store, size of its file, threads and open files. Written
-to experiments/results/endurance. Takes about three minutes on two cores. Expect the
-same numbers twice, but for a few MiB of memory, which it says.
+rematerialise, for 2,000 steps, and prints what the process holds after a tenth of them,
+halfway and at the end: physical memory without what malloc keeps idle and what the step
+left in RAM of its state, bytes in the store, size of its file, threads and open files.
+Written to experiments/results/endurance. Takes about three minutes on two cores. Expect
+the same numbers each time, but for a few MiB of memory, which it says.
 """
 
 import os
@@ -81,25 +81,28 @@ def main(argv: list[str]) -> None:
     state = poet_jax.init_paged(init, store, jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
     print(scheduled.plan(state, x))
-    losses, early = [], None
+    losses, samples = [], {}
+    times = {
+        "after_a_tenth": STEPS.value // 10,
+        "halfway": STEPS.value // 2,
+        "at_the_end": STEPS.value - 1,
+    }
     for number in tqdm(range(STEPS.value), unit="step"):
         state, loss = scheduled(state, x)
         losses.append(float(loss))
-        if number == STEPS.value // 10:
-            early = held(store)
-    late, run = held(store), scheduled.last_run
-    assert early is not None and run is not None
-    for name in late:
+        samples |= {name: held(store) for name, n in times.items() if n == number}
+    run = scheduled.last_run
+    assert run is not None
+    for name in samples["at_the_end"]:
         show = format_bytes if name.endswith("bytes") else str
-        print(f"  {name:15s} {show(early[name]):>12s} {show(late[name]):>12s}")
+        print(f"  {name:15s}", *(f"{show(x[name]):>12s}" for x in samples.values()))
     print(f"  loss            {losses[0]:12.6f} {losses[-1]:12.6f}")
     result = {
         "command": f"python -m experiments.endurance --steps={STEPS.value}",
         "recomputed": run.recomputed,
         "bytes_paged_in": run.bytes_paged_in,
         "bytes_paged_out": run.bytes_paged_out,
-        "after_a_tenth": early,
-        "at_the_end": late,
+        **samples,
         "losses": [losses[0], losses[-1]],
     }
     write_result(OUTPUT.value, "endurance", result)

@@ -451,6 +451,30 @@ def test_a_static_argument_is_compared_at_every_call():
         scheduled(X, np.ones(2))
 
 
+def stages_of(scheduled, *args):
+    """How many calls XLA did not inline."""
+    return scheduled.lower(*args).compile().xla.as_text().count(" call(")
+
+
+def test_a_budget_that_covers_jit_runs_jit():
+    """Also where a pass rewrote what takes little time, but not if stages are traced,
+    and not where a pass saves work."""
+    x = jnp.ones((4, 256, 256))
+    assert not stages_of(schedule(loss, "100%"), W, X)
+    assert stages_of(schedule(loss, "100%", executor=STAGES), W, X)
+
+    def with_a_short_sum(x):
+        return jnp.sin(x @ x).sum(0)
+
+    assert schedule(with_a_short_sum, "100%").plan(x).graph.is_lowered
+    assert not stages_of(schedule(with_a_short_sum, "100%"), x)
+
+    def sliced(x):
+        return (x @ x)[:, :8]
+
+    assert stages_of(schedule(sliced, "100%"), x)
+
+
 def test_planning_leaves_constants_to_the_step():
     """What a function makes of no argument is made when it runs, as under jit."""
     scheduled = schedule(lambda x: (x[:, None] + jnp.arange(2.0**18)).sum(), "1GiB")

@@ -34,8 +34,9 @@ def cut(
 
     Stages are as long as `memory_bytes` allow, in whatever order the compiler runs
     their nodes: all that a stage reads and makes is in RAM until it ends. A transfer
-    ends one, and so does a node that would be there twice, which the compiler would
-    merge. By default each node is a stage of its own.
+    ends one. So does a node that would wait for a page, since the others need not, and
+    a node that would be there twice, since the compiler would merge them. By default
+    each node is a stage of its own.
     """
     return tuple(_Cutter(program, costs, memory_bytes).steps())
 
@@ -51,6 +52,7 @@ class _Cutter:
             self.nbytes = [int(n) for n in costs.nbytes]
             self.workspaces = [int(n) for n in costs.workspace_bytes]
         self.present = set(self.graph.initial)
+        self.arriving: set[int] = set()  # paged in, and not read yet
         self.live_bytes = self._total(self.present)
         self._begin()
 
@@ -77,6 +79,7 @@ class _Cutter:
                     yield from self._end()
                     self.live_bytes += self._total({value} - self.present)
                     self.present.add(value)
+                    self.arriving.add(value)
                     yield x
         yield from self._end()
 
@@ -87,8 +90,10 @@ class _Cutter:
         # Beside other nodes nothing is sure to be written over: they may read it later.
         need_bytes = self.live_bytes + self.held_bytes + self._total(new)
         need_bytes += self.workspaces[number]
-        if number in self.nodes or need_bytes > self.memory_bytes:
+        arriving = self.arriving.intersection(node.reads)
+        if number in self.nodes or need_bytes > self.memory_bytes or arriving:
             yield from self._end()
+        self.arriving -= arriving
         self.nodes.append(number)
         self.made.update(dict.fromkeys(new))
         self.held_bytes += self._total(olds)
