@@ -161,8 +161,8 @@ class Scheduled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step = self._step
-        # Nothing more here: steps may take a millisecond. What jax.jit has not compiled
-        # yet, it traces.
+        # Nothing more here: steps may take a millisecond. jax.jit compares the arguments
+        # with those of its compiled functions, and traces for any others.
         if type(step) is Step and not _is_tracing():
             with contextlib.suppress(_NotPlanned):
                 return step(*args, **kwargs)
