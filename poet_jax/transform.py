@@ -161,8 +161,8 @@ class Scheduled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step = self._step
-        # Nothing more here: steps may take a millisecond. jax.jit compares the arguments
-        # with those of its compiled functions, and traces for any others.
+        # Nothing more here: steps may take a millisecond. jax.jit knows for what
+        # arguments it has compiled, and traces for any others.
         if type(step) is Step and not _is_tracing():
             with contextlib.suppress(_NotPlanned):
                 return step(*args, **kwargs)
