@@ -41,10 +41,6 @@ class StaticArguments:
         elif self.nums and not self.names:
             self.names = {parameters[i] for i in self.nums if i < len(parameters)}
 
-    def __bool__(self) -> bool:
-        """Whether there are some."""
-        return bool(self.nums or self.names)
-
     def _is_static(self, number: int, args: Sequence) -> bool:
         return number in self.nums or number - len(args) in self.nums
 

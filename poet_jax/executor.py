@@ -147,7 +147,7 @@ class Step:
         try:
             results = jax.block_until_ready(self._jitted(*args, **kwargs))
         except (RuntimeError, ValueError) as error:
-            if "deleted" not in str(error):
+            if "has been deleted" not in str(error):
                 raise
             raise RuntimeError(
                 "A step was given an array that has been deleted. An argument that "

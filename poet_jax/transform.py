@@ -68,8 +68,8 @@ PASSES: tuple[Pass, ...] = (
 )
 
 
-# Of a step's modelled seconds: what rewritten operations must save to be worth more
-# than that XLA fuses the whole step, and schedules it on its own.
+# Rewritten operations that save this share of the modelled seconds are worth more than
+# XLA's freedom to fuse and reorder the whole step.
 SAVED = 0.1
 
 

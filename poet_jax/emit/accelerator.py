@@ -14,8 +14,10 @@ def apart(
     operands: Sequence[jax.Array],
     after: Sequence[jax.Array],
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """`body(operands)`, begun once the arrays `after` are there, and what is there once
-    it is done."""
+    """Run `body(operands)` after the arrays `after` are computed.
+
+    Returns its results, and what the next stage is to be `after`.
+    """
     if after:
         operands, _ = lax.optimization_barrier((list(operands), list(after)))
     results = body(operands)

@@ -1,10 +1,9 @@
 """Stages on XLA's CPU backend, as calls.
 
 Its last common-subexpression elimination comes after `optimization_barrier` is gone, so
-that a barrier holds nothing there. A call that must not be inlined is one instruction:
-nothing of it is merged with another's, it begins when all its operands are there, and
-XLA's buffer assignment looks into it, so that what a call writes over an argument is in
-place.
+that a barrier holds nothing there. A call that must not be inlined is one instruction.
+It starts when all its operands are computed, and shares no work with other calls.
+Buffer assignment looks into it, so it updates arguments in place.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,11 +23,13 @@ def apart(
     operands: Sequence[jax.Array],
     after: Sequence[jax.Array],
 ) -> tuple[list[jax.Array], list[jax.Array]]:
-    """`body(operands)`, begun once the arrays `after` are there, and what is there once
-    it is done."""
+    """Run `body(operands)` after the arrays `after` are computed.
+
+    Returns its results, and what the next stage is to be `after`.
+    """
 
     def stage(operands: Sequence[jax.Array], token: jax.Array):
-        # So that what is computed depends on the token.
+        # Makes the results depend on the token, or JAX would drop it as unused.
         operands, token = lax.optimization_barrier((operands, token))
         return body(operands), token + 1
 
@@ -38,7 +39,7 @@ def apart(
 
 
 def token_of(arrays: Sequence[jax.Array]) -> jax.Array:
-    """A uint32 that is there once all arrays are; each keeps its memory until then."""
+    """A uint32 computed from all arrays, which keep their memory until then."""
     token = jnp.uint32(0)
     for x in arrays:
         first = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
