@@ -304,13 +304,12 @@ class PagedStep:
         """([blocks, 6] of each transfer, [S, 2] stamps), taken off `results`."""
         if not self._emitted.records:
             return [], np.zeros((0, 2), np.uint32)
-        stamps, table = np.asarray(results.pop()), np.asarray(results.pop())
-        records, start = [], 0
+        left, records = np.asarray(results.pop()), []
         for transfer in self._emitted.transfers:
-            stop = start + len(self._emitted.pages[transfer.value])
-            records.append((transfer, table[start:stop]))
-            start = stop
-        return records, stamps
+            size = 6 * len(self._emitted.pages[transfer.value])
+            records.append((transfer, left[:size].reshape(-1, 6)))
+            left = left[size:]
+        return records, left.reshape(-1, 2)
 
     def _outputs(
         self, leaves: Sequence[Any], landed: dict[int, PagedArray], results: list[Any]

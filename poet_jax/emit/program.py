@@ -58,9 +58,9 @@ class Emitted:
     copies in RAM of `graph.resident`, in order; then, if the program has `pages`,
     uint32 [P, 4], where they lie. Results are the outputs in flat order, without those
     on storage; then what the next step finds in place of the copies; then, if there
-    are pages or stages are timed, uint32 [T, 6] records of transfers and uint32
-    [S + 1, 2] stamps, the last of them of the end of all stages. `stores.library` says
-    what a place, a record and a stamp hold.
+    are pages or stages are timed, uint32 [6 T + 2 (S + 1)]: records of transfers,
+    [T, 6], and stamps, [S + 1, 2], the last of them of the end of all stages.
+    `stores.library` says what a place, a record and a stamp hold.
 
     Attributes:
       program, backend: as given to `emit`.
@@ -159,6 +159,10 @@ class _Walk:
         self.places: Any = inputs[count] if emitted.pages else None
         self.last: list[Any] = []  # what the next stage is to wait for
         self.paged: dict[int, Any] = {}  # records of pages, or the pages
+        # What transfers began after. They read it until they are done: where XLA gave its
+        # memory to what comes next, that would wait for them. So a later clock needs it.
+        self.leaving: dict[int, jax.Array] = {}
+        self.arriving: dict[int, jax.Array] = {}
         self.records: list[jax.Array] = []
         self.stamps: list[jax.Array] = []
 
@@ -167,7 +171,7 @@ class _Walk:
         timed = set(map(id, emitted.timed))
         for step in emitted.steps:
             if id(step) in timed:
-                self.stamp()
+                self.stamp(step)
             match step:
                 case Stage():
                     self.stage(step)
@@ -181,11 +185,11 @@ class _Walk:
                     self.last += [self.known[value], self.paged[value]]
         results = [self.known[v] for v in emitted.outputs]
         if emitted.records:
+            # One array, made after the last stamp: what joined the records earlier would
+            # wait for transfers, and whatever gets the memory of one would wait for it.
             self.stamp()
-            results.append(
-                jnp.concatenate([jnp.zeros((0, 6), jnp.uint32), *self.records])
-            )
-            results.append(jnp.array(self.stamps, jnp.uint32).reshape(-1, 2))
+            measured = [x.reshape(-1) for x in (*self.records, *self.stamps)]
+            results.append(jnp.concatenate(measured))
         return results
 
     def stage(self, stage: Stage) -> None:
@@ -207,12 +211,8 @@ class _Walk:
         if self.emitted.backend != "cpu":
             self.paged[value] = self.target.page_out(array, self.last)
             return
-        record = library.page_out(
-            array,
-            self.after(),
-            self.places,
-            **self.page(value),
-        )
+        self.leaving[value] = after = self.after()
+        record = library.page_out(array, after, self.places, **self.page(value))
         self.paged[value] = record
         self.records.append(record)
 
@@ -222,12 +222,13 @@ class _Walk:
             return
         kind = self.graph.values[value].kind
         written = self.paged.get(value)
+        self.arriving[value] = after = self.after()
         self.known[value], record = library.page_in(
-            kind, self.after(), written, self.places, **self.page(value)
+            kind, after, written, self.places, **self.page(value)
         )
         self.records.append(record)
         # The next stage begins after the transfer, of two that could begin at once.
-        self.last.append(library.clock(self.last[0]))
+        self.last.append(library.clock(after))
 
     def page(self, value: int) -> dict[str, Any]:
         return {
@@ -241,7 +242,15 @@ class _Walk:
         self.last = [cpu.token_of(self.last)]
         return self.last[0]
 
-    def stamp(self) -> None:
-        now = library.clock(self.after())
+    def stamp(self, step: Step | None = None) -> None:
+        """The time before a step that may wait for transfers, or at the end."""
+        match step:
+            case Stage():
+                begun = [self.arriving.pop(v, None) for v in step.reads]
+            case Free(value):
+                begun = [self.leaving.pop(value, None)]
+            case _:
+                begun = [*self.leaving.values()]
+        now = library.clock(self.after(), *(x for x in begun if x is not None))
         self.stamps.append(now)
         self.last.append(now)  # what follows may write over what this has read
