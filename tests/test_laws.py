@@ -3,7 +3,6 @@
 import functools
 import json
 import math
-from collections import defaultdict
 
 import jax
 import numpy as np
@@ -25,13 +24,14 @@ from strategies import (
 
 import poet_jax
 from poet_jax.plan import Stages, plan_from_dict, plan_to_dict
-from poet_jax.planners.formulation import Formulation
+from poet_jax.planners.exact import Exact
 from poet_jax.planners.judge import (
     judge,
     keep_everything,
     least_objective,
     prefetch,
 )
+from poet_jax.planners.lift import values_of
 from poet_jax.schedule import make_schedule
 
 by_planner = pytest.mark.parametrize("name", PLANNERS)
@@ -144,11 +144,13 @@ def test_no_random_plan_breaks_a_row_about_stalls(case, seed):
     graph, costs = case
     plan = random_plan(np.random.default_rng(seed), graph, costs)
     budget = poet_jax.Budget(max(plan.usage.peak_bytes, 1), plan.usage.seconds)
-    program = Formulation(graph, costs, budget, poet_jax.MilpPlanner())
-    on = {y.idx for y, value in program._start(plan) if value}
-    program.values = defaultdict(float, dict.fromkeys(on, 1.0))
-    for constant, terms in program.stalls():
-        least = constant + sum(n * program.values[y.idx] for n, y in terms)
+    parts = graph, costs, budget, poet_jax.MilpPlanner()
+    program = Exact(*parts, lambda: 1.0, lambda: None)
+    values = np.zeros(len(program.model.upper))
+    for y, value in values_of(program, plan):
+        values[y.idx] = value
+    for constant, terms in program.stalls(values):
+        least = constant + sum(n * values[y.idx] for n, y in terms)
         assert least <= plan.usage.seconds * (1 + relative)
 
 

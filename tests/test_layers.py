@@ -14,7 +14,7 @@ LAYERS = """
     program simulate postpone planners planners.judge planners.keep_all
     planners.sqrt planners.greedy planners.repair planners.worker planners.solver
     planners.objective planners.choice planners.cuts planners.lift planners.rounds
-    planners.bounds planners.neighbourhoods planners.formulation planners.milp
+    planners.bounds planners.neighbourhoods planners.exact planners.milp
     planners.paper emit.accelerator emit.cpu emit.stages emit.program emit.within emit
     executor explain effects reasons timeline matrices figures dot perfetto report
     stream rewrite narrow associate fold state pareto cache schedule arguments

@@ -28,7 +28,8 @@ from poet_jax.planners.objective import minimise
 from poet_jax.planners.solver import Model, xsum
 from poet_jax.price import Costs
 
-# Values below this share of the memory stay in RAM and are not counted.
+# Values below this share of the memory stay in RAM and are not counted, if there are
+# fewer cuts than nodes.
 SMALL = 2e-4
 
 
@@ -71,8 +72,11 @@ class Cuts:
         self.last = len(self.nodes)  # the last segment
         self.nbytes = [int(n) for n in costs.nbytes]
         limit = costs.nbytes.sum() if budget is None else budget.memory_bytes
+        exact = self.last == len(graph.nodes)
         self.small = graph.pinned | {
-            v for v, n in enumerate(self.nbytes) if n < SMALL * limit
+            v
+            for v, n in enumerate(self.nbytes)
+            if (n == 0 and v not in graph.stored if exact else n < SMALL * limit)
         }
         self.model = Model(planner.solver, planner.gap / 2)
         self.x: dict[tuple[int, int], Any] = {}
@@ -109,7 +113,7 @@ class Cuts:
             self.unit = self.memory_unit
             self.model.minimise(self.memory * 1.0)
         else:
-            self.unit, _ = minimise(
+            self.unit, self.seconds = minimise(
                 self.model,
                 graph,
                 costs,

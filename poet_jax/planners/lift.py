@@ -49,29 +49,38 @@ def repeats(judged: Judged, cuts: Collection[int]) -> set[tuple[int, int]]:
 
 
 def values_of(cuts: Cuts, judged: Judged) -> list[tuple[Any, float]]:
-    """What the plan `judged` does, as values of the binaries."""
-    program = judged.program
-    resident, computed = set(judged.graph.initial), set()
-    true: set[tuple[str, int, int]] = {("x", v, 0) for v in judged.graph.resident}
+    """What the plan `judged` does, as values of the binaries.
+
+    A page-in counts where something reads it first, however early it is issued.
+    """
+    program, graph = judged.program, judged.graph
+    resident, computed = set(graph.initial), set()
+    arriving: set[int] = set()
+    true: set[tuple[str, int, int]] = {("x", v, 0) for v in graph.resident}
     true |= {("r", *again) for again in repeats(judged, cuts.nodes)}
+
+    def read(values: Iterable[int]) -> None:
+        arrived = arriving.intersection(values)
+        true.update(("in", v, cuts.segment(len(computed))) for v in arrived)
+        resident.update(arrived)
+        arriving.difference_update(arrived)
+
     for row, instruction in enumerate(program.instructions):
         match instruction:
             case Compute(number):
-                resident.update(cuts.graph.nodes[number].writes)
+                read(graph.nodes[number].reads)
+                resident.update(graph.nodes[number].writes)
                 if number not in computed and number in cuts.nodes:
                     cut = cuts.nodes.index(number) + 1
                     written_over = {v for v, _ in program.replaces.get(row, ())}
                     true.update(("x", v, cut) for v in resident - written_over)
                 computed.add(number)
             case PageIn(value):
-                segment = cuts.segment(len(computed))
-                # If nothing touches it there, it counts where something does.
-                while (value, segment) not in cuts.page_in and segment < cuts.last:
-                    segment += 1
-                true.add(("in", value, segment))
-                resident.add(value)
+                arriving.add(value)
             case Free(value):
                 resident.discard(value)
+                arriving.discard(value)
+    read(graph.returned)
     values: dict[Any, float] = {}
     for kind, variables in (("x", cuts.x), ("r", cuts.r), ("in", cuts.page_in)):
         for key, y in variables.items():  # one variable may stand for many cuts
@@ -127,8 +136,14 @@ class _Lift:
             self.bring(self.reads(stage), stage)
             if stage in cuts.nodes:
                 self.cut(stage)
-            if stage < len(self.graph.nodes):
-                self.add(self.graph.nodes[stage].writes, stage + 1)
+            if stage == len(self.graph.nodes):
+                return
+            self.add(self.graph.nodes[stage].writes, stage + 1)
+            ends = {*cuts.nodes, len(self.graph.nodes)}
+            if ends.issuperset((stage, stage + 1)):
+                # In a segment of one stage a value has one source.
+                segment = cuts.segment(stage + 1)
+                self.present -= {v for v in self.present if self.comes(v, segment)}
 
     def reads(self, stage: int) -> tuple[int, ...]:
         if stage < len(self.graph.nodes):
@@ -137,6 +152,7 @@ class _Lift:
 
     def add(self, values: Iterable[int], stage: int) -> None:
         self.present.update(values)
+        self.paged.difference_update(values)
         self.since.update(dict.fromkeys(values, stage))
 
     def judged(self) -> Judged:
@@ -166,7 +182,6 @@ class _Lift:
                 stages.page_ins[stage].add(v)
                 stages.page_outs.add(v)
                 self.add([v], stage)
-                self.paged.discard(v)
         for node in stages.reruns[stage]:
             stages.page_ins[stage] -= set(graph.nodes[node].writes)
 
@@ -197,3 +212,10 @@ class _Lift:
         staying = {*self.reads(stage)} - {x for x, _ in replaceable(self.graph)[stage]}
         self.present &= kept | cuts.small | staying
         self.paged &= kept
+
+    def comes(self, v: int, segment: int) -> bool:
+        """Whether the solution brings a value in the segment."""
+        producer = self.graph.producer.get(v, -1)
+        return self.is_on(self.cuts.page_in, v, segment) or self.is_on(
+            self.cuts.r, producer, segment
+        )

@@ -1,7 +1,7 @@
 """The sparse MILP: keep, rematerialise or page every value at the least cost.
 
-Small graphs are solved exactly by `Formulation`, larger ones by `Rounds`; every
-plan on the way is repaired, prefetched and judged by the simulator.
+Small graphs are solved exactly by `Exact`, larger ones by `Rounds`; every plan on the
+way is repaired, prefetched and judged by the simulator.
 """
 
 import concurrent.futures
@@ -21,7 +21,7 @@ from poet_jax.graph import Graph
 from poet_jax.order import late
 from poet_jax.plan import Budget, Plan, Status
 from poet_jax.planners.bounds import Bounds
-from poet_jax.planners.formulation import Formulation
+from poet_jax.planners.exact import Exact
 from poet_jax.planners.greedy import evict
 from poet_jax.planners.judge import (
     Judged,
@@ -29,7 +29,6 @@ from poet_jax.planners.judge import (
     fits,
     floor_bytes,
     is_too_late,
-    judge,
     judge_plan,
     keep_everything,
     least_objective,
@@ -45,7 +44,7 @@ from poet_jax.units import format_count, format_joules, format_seconds
 
 logger = logging.getLogger("poet_jax")
 
-# Up to this many nodes `Formulation` is solved; beyond, `Rounds`.
+# Up to this many nodes `Exact` is solved; beyond, `Rounds`.
 EXACT_NODES = 32
 
 # Of more nodes than this for each second there is only time for one order.
@@ -404,29 +403,20 @@ class _Search:
         return sorted({(remat, paging), (remat, False), (False, paging)}, reverse=True)
 
     def solve(self) -> None:
-        if len(self.graph.nodes) <= EXACT_NODES:
-            self.solve_exactly()
-        else:
+        if len(self.graph.nodes) > EXACT_NODES:
             self.solve_by_cuts()
+            return
+        for bound, judged in self.exact(self.budget):
+            self.learn(bound, judged)
+            if self.is_optimal():
+                return
 
-    def solve_exactly(self) -> None:
-        """Solve with in-stage memory rows added until the simulator agrees."""
-        program = Formulation(self.graph, self.costs, self.budget, self.planner)
-        self.statistics = program.statistics
-        while True:
-            stages, bound = program.solve(self.seconds_left(), self.best)
-            if program.is_relaxation:
-                self.raise_bound(bound)
-            if stages is None:
-                return
+    def learn(self, bound: float, judged: Judged | None) -> None:
+        """What a program says."""
+        self.raise_bound(bound)
+        if judged is not None:
             self.solver_found = True
-            graph = self.graph.with_resident(program.resident)
-            judged = judge(graph, self.costs, stages.actions(graph))
-            timely = prefetch(self.costs, judged, self.budget)
-            self.consider(timely)
-            done = self.is_optimal() or self.seconds_left() <= 1.0
-            if done or not program.tighten(judged, timely):
-                return
+            self.consider_repaired(judged)
 
     def solve_by_cuts(self) -> None:
         """Solve with cuts added where plans exceed the budget, until one does not, and
@@ -455,10 +445,7 @@ class _Search:
         is_proving = False
         with contextlib.ExitStack() as beside:
             for bound, judged in rounds:
-                self.raise_bound(bound)
-                if judged is not None:
-                    self.solver_found = True
-                    self.consider_repaired(judged)
+                self.learn(bound, judged)
                 if self.is_optimal():
                     return
                 if self.is_wide() and not is_proving:
@@ -532,6 +519,12 @@ class _Search:
         self.statistics = rounds.statistics
         return rounds
 
+    def exact(self, budget: Budget | None) -> Exact:
+        parts = self.graph, self.costs, budget, self.planner, self.seconds_left
+        program = Exact(*parts, lambda: self.best)
+        self.statistics = program.statistics
+        return program
+
     def start(self) -> Judged | None:
         """The best plan, if it is good: a bad one leads the solver astray."""
         if self.best is None or self.value(self.best) > 1.02 * self.bound:
@@ -576,29 +569,17 @@ class _Search:
 
         heuristics = ((0, self.evicted(*means, is_over)) for means in self.modes())
         if many:
-            return itertools.chain(self.lean_by_cuts(), heuristics)
+            return itertools.chain(self.lean_by_programs(), heuristics)
+        return itertools.chain(heuristics, self.lean_by_programs())
+
+    def lean_by_programs(self) -> Iterator[tuple[int, Judged | None]]:
+        """As `lean`, by programs whose minimum no plan's peak is below.
+
+        Each peak is a multiple of a unit, while solvers are not exact.
+        """
+        sizes = (self.costs.nbytes, self.costs.workspace_bytes)
+        unit = math.gcd(*(int(n) for x in sizes for n in x)) or 1
         exact = len(self.graph.nodes) <= EXACT_NODES
-        programs = self.lean_exactly() if exact else self.lean_by_cuts()
-        return itertools.chain(heuristics, programs)
-
-    def lean_by_cuts(self) -> Iterator[tuple[int, Judged | None]]:
-        """As `lean`, by programs of cuts."""
-        for bound, judged in self.rounds(None):
-            yield int(bound * (1 - 1e-6)), judged  # solvers keep rows not quite
-
-    def lean_exactly(self) -> Iterator[tuple[int, Judged | None]]:
-        """As `lean`, by programs whose minimum is the least that a plan needs."""
-        graph, costs = self.graph, self.costs
-        program = Formulation(graph, costs, None, self.planner)
-        # Of which every plan's peak is a multiple, while solvers are not exact.
-        sizes = (int(n) for x in (costs.nbytes, costs.workspace_bytes) for n in x)
-        unit = math.gcd(*sizes) or 1
-        while True:
-            stages, bound = program.solve(self.seconds_left(), None)
-            if stages is None:
-                yield round(bound / unit) * unit, None
-                return
-            judged = judge(graph, costs, stages.actions(graph))
-            yield round(bound / unit) * unit, judged
-            if self.seconds_left() <= 1.0 or not program.tighten(judged, judged):
-                return
+        for bound, judged in self.exact(None) if exact else self.rounds(None):
+            off = unit / 2 if exact else 1e-6 * bound
+            yield math.ceil((bound - off) / unit) * unit, judged
