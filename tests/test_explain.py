@@ -104,6 +104,30 @@ def test_a_run_measures_each_transfer_and_if_traced_each_stage(ran, request):
     assert "spans" not in repr(run)
 
 
+def test_what_reads_no_page_runs_beside_the_page_that_comes_in():
+    """In one of five steps at least: another process may have the processor."""
+    executor = poet_jax.HostExecutor(poet_jax.HostStore(), trace=True)
+    options = OPTIONS | {"executor": executor, "planner": poet_jax.paging_only}
+    w, x = jnp.eye(256), jnp.ones((16384, 256))  # activations of 16 MiB
+    scheduled = poet_jax.schedule(gradient, "75%", **options)
+    beside = []
+    for _ in range(5):
+        scheduled(w, x)
+        spans = scheduled.last_run.spans
+        stages = [x for x in spans if x.lane == "compute"]
+        pages = [x for x in spans if x.name.startswith("page in")]
+        assert pages
+        beside += [
+            (stage, page)
+            for page in pages
+            for stage in stages
+            if page.start_seconds <= stage.start_seconds + 1e-3
+            and stage.start_seconds < (page.start_seconds + page.stop_seconds) / 2
+            and stage.stop_seconds > page.stop_seconds
+        ]
+    assert beside
+
+
 @given(budgeted_graphs())
 def test_ram_over_time_is_what_each_value_takes_for_as_long_as_it_is_there(problem):
     """The timeline goes by instructions, the reasons go by values."""

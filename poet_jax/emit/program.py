@@ -159,8 +159,8 @@ class _Walk:
         self.places: Any = inputs[count] if emitted.pages else None
         self.last: list[Any] = []  # what the next stage is to wait for
         self.paged: dict[int, Any] = {}  # records of pages, or the pages
-        # What transfers began after. They read it until they are done: where XLA gave its
-        # memory to what comes next, that would wait for them. So a later clock needs it.
+        # What transfers began after, and read until they are done. If XLA gave its
+        # memory to what comes next, that would wait: so a later clock needs it.
         self.leaving: dict[int, jax.Array] = {}
         self.arriving: dict[int, jax.Array] = {}
         self.records: list[jax.Array] = []
@@ -185,8 +185,8 @@ class _Walk:
                     self.last += [self.known[value], self.paged[value]]
         results = [self.known[v] for v in emitted.outputs]
         if emitted.records:
-            # One array, made after the last stamp: what joined the records earlier would
-            # wait for transfers, and whatever gets the memory of one would wait for it.
+            # One array, made after the last stamp: records that are joined earlier are
+            # memory for what comes next, which would wait for their transfers.
             self.stamp()
             measured = [x.reshape(-1) for x in (*self.records, *self.stamps)]
             results.append(jnp.concatenate(measured))

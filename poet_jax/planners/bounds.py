@@ -1,6 +1,6 @@
 """Lower bounds by relaxations of few cuts, those of many that say most.
 
-With (18) between any two of its cuts, a relaxation says at least as much as that of any
+With (6) between any two of its cuts, a relaxation says at least as much as that of any
 of its cuts alone, but a dozen of cuts make a program that takes minutes. So the cuts at
 which it costs most are looked for, one after the other.
 """

@@ -26,7 +26,7 @@ class Choice:
 
 
 class Chosen:
-    """A choice as variables of a model, (20) to (22).
+    """A choice as variables of a model, (11) to (13).
 
     Attributes:
       items: [K] binaries.
@@ -47,11 +47,11 @@ class Chosen:
         if items not in self._runs:
             self._runs[items] = runs = self.model.add_var(ub=1)
             for item in items:
-                self.model += runs >= self.items[item]  # (20)
+                self.model += runs >= self.items[item]  # (11)
         return self._runs[items]
 
     def returned(self, values: Sequence[int]) -> list[tuple[int, Any]]:
-        """(value, whether it is returned) of what the step may return. (21)"""
+        """(value, whether it is returned) of what the step may return. (12)"""
         pairs = {
             v: (argument, y)
             for item, y in enumerate(self.items)
@@ -73,6 +73,6 @@ class Chosen:
         return xsum(float(cost) * self.runs(i) for i, cost in enumerate(seconds))
 
     def loss(self) -> Any:
-        """What the items that are left out would gain: the objective. (22)"""
+        """What the items that are left out would gain: the objective. (13)"""
         worth = zip(self.choice.gains, self.items, strict=True)
         return xsum(float(gain) * (1 - y) for gain, y in worth)

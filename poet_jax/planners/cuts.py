@@ -47,7 +47,7 @@ class Cuts:
       horizon: nodes that run again are at most so many before one whose results a
         segment reads; None for no limit. With it the minimum is no bound.
       again: (node, segment) of nodes that may run again beyond the horizon.
-      windows: whether (18) are between any two cuts. They make relaxations stronger,
+      windows: whether (6) are between any two cuts. They make relaxations stronger,
         and far larger.
       choice: what may be left out. With it the objective is what that would gain.
     """
@@ -152,7 +152,7 @@ class Cuts:
         return [(v, 1) for v in self.graph.returned] + waiting
 
     def _deadline_rows(self) -> None:
-        """(11) of the base nodes that run."""
+        """(8) of the base nodes that run."""
         assert self.chosen is not None
         if self.budget is None or self.budget.seconds is None:
             return
@@ -200,7 +200,7 @@ class Cuts:
                         continue
                     if v not in self.page_out:
                         self.page_out[v] = model.add_var(ub=1)
-                    model += self.page_in[v, segment] <= self.page_out[v]  # (17)
+                    model += self.page_in[v, segment] <= self.page_out[v]  # (4)
         for v in graph.landing.keys() - self.page_out:
             self.page_out[v] = model.add_var(ub=1)
 
@@ -233,19 +233,19 @@ class Cuts:
         for segment, needed in enumerate(self.needed):
             for v in needed if segment else stored.keys() & needed.keys():
                 for runs in needed[v]:
-                    model += self.sources(v, segment) >= runs  # (13)
+                    model += self.sources(v, segment) >= runs  # (1)
         for (node, segment), again in self.r.items():
             for v in self.graph.nodes[node].reads:
                 if (segment or v in stored) and self.is_older(v, segment):
-                    model += again <= self.sources(v, segment)  # (14)
+                    model += again <= self.sources(v, segment)  # (2)
         for (v, cut), kept in self.x.items():
             same = cut == 0 or self.x.get((v, cut - 1)) is kept
             begins = cut == 1 and v not in stored  # in RAM, then
             if not (begins or same) and self.is_older(v, cut - 1):
-                model += kept <= self.sources(v, cut - 1)  # (15)
+                model += kept <= self.sources(v, cut - 1)  # (3)
 
     def _window_rows(self, start: int, stop: int) -> None:
-        """(18) From cut `start` to cut `stop`, or the end of the step, as one segment.
+        """(6) From cut `start` to cut `stop`, or the end of the step, as one segment.
 
         Without them a fraction of a kept value serves a fraction of a repeat in every
         segment, and these fractions add up to a whole one.
@@ -296,7 +296,7 @@ class Cuts:
     def _memory_rows(
         self, reserve_bytes: int, reserves: Mapping[tuple[int, int], int]
     ) -> None:
-        """(16) RAM while the base node of each cut runs, and with `reserves`."""
+        """(5) RAM while the base node of each cut runs, and with `reserves`."""
         graph, nbytes = self.graph, self.nbytes
         unit = self.memory_unit = float(max([*nbytes, 1]))
         if self.budget is None:
@@ -328,7 +328,7 @@ class Cuts:
                     self.model += used <= self.memory
 
     def _store_rows(self) -> None:
-        """(19) Room on storage at each cut: what is still to be paged in."""
+        """(7) Room on storage at each cut: what is still to be paged in."""
         if self.budget is None or self.budget.store_bytes is None:
             return
         unit = self.memory_unit

@@ -2,7 +2,7 @@
 
 Each segment is one stage, and what a solution says of it is what a staged plan does.
 What may be wrong with that plan is memory while nodes run again, and waiting for pages.
-Rows about those, (9) and (24) of docs/formulation.md, are added where a plan breaks
+Rows about those, (9) and (10) of docs/formulation.md, are added where a plan breaks
 them, until one breaks none: it is the best of all staged plans.
 """
 
@@ -131,7 +131,7 @@ class Exact(Cuts):
         model += total + pinned <= self.memory
 
     def _stall_rows(self, values: np.ndarray) -> bool:
-        """Add the rows (24) that the solution breaks."""
+        """Add the rows (10) that the solution breaks."""
         assert self.budget is not None
         is_time = self.planner.objective == "time" or self.costs.static_watts > 0
         if not is_time and self.budget.seconds is None:
@@ -148,7 +148,7 @@ class Exact(Cuts):
     def stalls(
         self, values: np.ndarray
     ) -> Iterator[tuple[float, list[tuple[float, Any]]]]:
-        """(24) Right sides, as a constant and terms, about the solution's page-ins:
+        """(10) Right sides, as a constant and terms, about the solution's page-ins:
         what is written after base node `first` and read for base node `last` moves both
         ways between them, while nothing else need be computed."""
         costs, producer = self.costs, self.graph.producer

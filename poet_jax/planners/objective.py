@@ -20,7 +20,7 @@ def minimise(
     page_ins: Mapping[tuple[int, int], Any],
     page_outs: Mapping[int, Any],
 ) -> tuple[float, Any]:
-    """Set the model's objective from its variables and add rows (11).
+    """Set the model's objective from its variables and add rows (8).
 
     Args:
       objective: "energy" or "time".
@@ -44,7 +44,7 @@ def minimise(
     again = xsum(float(costs.seconds[i]) * y for (i, _), y in reruns.items())
     storage = [float(cost[v]) * y for cost, _, v, y in transfers]
     slowed = costs.contention * xsum(storage)
-    model += seconds >= float(costs.seconds.sum()) + again + slowed  # (11)
+    model += seconds >= float(costs.seconds.sum()) + again + slowed  # (8)
     model += seconds >= xsum(storage)
     if budget.seconds is not None:
         model += seconds <= budget.seconds

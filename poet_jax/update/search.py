@@ -162,7 +162,7 @@ def search(
         program = Cuts(graph, costs, items.budget, planner, cuts, choice=choice)
         assert program.chosen is not None
         y = program.chosen.items
-        for chosen in refused:  # (23) what trains more needs no less
+        for chosen in refused:  # (14) what trains more needs no less
             program.model += xsum(y[k] for k in chosen) <= len(chosen) - 1
         program.model += program.chosen.loss() <= items.gain(items.all) - least
         seconds = min(seconds_left(), time_limit_seconds / 10)
