@@ -6,12 +6,7 @@ from typing import TYPE_CHECKING, Any
 from poet_jax import devices
 from poet_jax.associate import associate
 from poet_jax.coarsen import coarsen
-from poet_jax.convolution import (
-    filter_gradients,
-    large_convolutions,
-    pointwise_convolutions,
-)
-from poet_jax.depthwise import depthwise_convolutions
+from poet_jax.cpu_kernels import cpu_kernels
 from poet_jax.device import DeviceProfile
 from poet_jax.effects import Effect, Effects, effects
 from poet_jax.emit import emit
@@ -40,7 +35,6 @@ from poet_jax.planners.keep_all import keep_all
 from poet_jax.planners.milp import MilpPlanner
 from poet_jax.planners.paper import PaperPlanner
 from poet_jax.planners.sqrt import sqrt
-from poet_jax.pooling import pool_gradients, short_sums
 from poet_jax.price import Costs, load_instance, price
 from poet_jax.program import Program, lower
 from poet_jax.recompute import recompute
@@ -93,10 +87,9 @@ __all__ = [
     "Value",
     "associate",
     "coarsen",
-    "depthwise_convolutions",
+    "cpu_kernels",
     "devices",
     "effects",
-    "filter_gradients",
     "fold",
     "emit",
     "greedy",
@@ -104,20 +97,16 @@ __all__ = [
     "host_path",
     "init_paged",
     "keep_all",
-    "large_convolutions",
     "load_instance",
     "lower",
     "narrow",
     "order",
     "paging_only",
     "pareto",
-    "pointwise_convolutions",
-    "pool_gradients",
     "price",
     "recompute",
     "release",
     "schedule",
-    "short_sums",
     "simulate",
     "sizes",
     "sqrt",

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax.graph import Equation, Graph, lower_on_cpu
+from poet_jax.graph import Equation
 from poet_jax.scratch import scratch_bytes
 
 # Of shifted images at once, but no more than of images or of the gradient: a small
@@ -29,44 +29,13 @@ CACHED_BYTES = 4 * 2**20
 LEAST_WORK = 64
 
 
-def pointwise_convolutions(graph: Graph) -> Graph:
-    """`graph` with convolutions whose kernel is one element in space as products.
-
-    They take no workspace then, and for narrow images half the time. Nothing changes on
-    another backend than the CPU, for other types than float32 and float64, for groups,
-    for strides of an image with padding, and where channels are not the last dimension.
-    """
-    return lower_on_cpu(graph, is_pointwise, as_one_product)
-
-
-def filter_gradients(graph: Graph) -> Graph:
-    """`graph` with filter gradients as matrix products where XLA would be slow.
-
-    Sums are taken in another order, so results differ by rounding. Nothing changes on
-    another backend than the CPU, for other types than float32 and float64, for grouped
-    convolutions, and where channels are not the last dimension.
-    """
-    return lower_on_cpu(graph, is_filter_gradient, as_matrix_product)
-
-
-def large_convolutions(graph: Graph) -> Graph:
-    """`graph` with large convolutions an image at a time.
+def is_large(equation: Equation) -> bool:
+    """Whether it is a convolution of images that are better not copied at once.
 
     XLA's CPU backend copies all images that such a convolution reads, padded, and tells
-    nobody. One at a time needs a fraction of that and the same time, and results are
-    the same to the bit. Nothing changes on another backend than the CPU, for other
-    types than float32 and float64, for groups, where the batch is not the first
-    dimension, and where little is computed with what is read and written.
+    nobody. The batch has to be the first dimension, and much has to be computed with
+    what is read and written.
     """
-
-    def applies(equation: Equation) -> bool:
-        return equation.lowering is None and is_large(equation)
-
-    return lower_on_cpu(graph, applies, by_images)
-
-
-def is_large(equation: Equation) -> bool:
-    """Whether it is a convolution of images that are better not copied at once."""
     if not _is_whole(equation):
         return False
     numbers = equation.params["dimension_numbers"]
@@ -147,7 +116,7 @@ def _is_plain(equation: Equation) -> bool:
 
 def is_pointwise(equation: Equation) -> bool:
     """Whether each element of the result is made of one place of the image, or of
-    none."""
+    none; with channels last, and without strides of an image with padding."""
     if not _is_whole(equation):
         return False
     params, numbers = equation.params, equation.params["dimension_numbers"]

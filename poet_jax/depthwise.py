@@ -23,7 +23,7 @@ from poet_jax.convolution import (
     result_sizes,
     shifted,
 )
-from poet_jax.graph import Equation, Graph, lower_on_cpu
+from poet_jax.graph import Equation
 
 # Each element of a filter is one more term to compile.
 MOST_TAPS = 64
@@ -31,20 +31,9 @@ MOST_TAPS = 64
 CACHED_BYTES = 2**19
 
 
-def depthwise_convolutions(graph: Graph) -> Graph:
-    """`graph` with depthwise convolutions and their gradients as sums of products.
-
-    Sums may be taken in another order, so results differ by rounding. Nothing changes
-    on another backend than the CPU, for other types than float32 and float64, for
-    filters of more than `MOST_TAPS`, where an input has several outputs, and where
-    channels are not the last dimension.
-    """
-    graph = lower_on_cpu(graph, is_depthwise, as_sum_over_taps)
-    return lower_on_cpu(graph, is_depthwise_gradient, as_sums_over_images)
-
-
 def is_depthwise(equation: Equation) -> bool:
-    """Whether each channel of the result is made of one of the image."""
+    """Whether each channel of the result is made of one of the image, with channels
+    last and at most `MOST_TAPS` in a filter."""
     if not is_of_floats(equation):
         return False
     params, numbers = equation.params, equation.params["dimension_numbers"]

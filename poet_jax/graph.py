@@ -468,20 +468,6 @@ def unrolled(
             yield equation, runs
 
 
-def lower_on_cpu(
-    graph: Graph, applies: Callable[[Equation], bool], lowering: Callable[..., Any]
-) -> Graph:
-    """`graph` with `lowering` for each equation that `applies`, on XLA's CPU backend.
-
-    On another backend it is `graph` as it is.
-    """
-    if jax.default_backend() != "cpu":
-        return graph
-    return map_equations(
-        graph, lambda e: dataclasses.replace(e, lowering=lowering) if applies(e) else e
-    )
-
-
 def read_instance(path: str | os.PathLike) -> tuple[Graph, list[dict[str, Any]]]:
     """Read a planner instance: a graph whose nodes have costs but no equations.
 

@@ -18,27 +18,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax.graph import Equation, Graph, lower_on_cpu
+from poet_jax.graph import Equation
 
 # Each element of a window is one more term for every element of the image.
 MOST_ELEMENTS = 16
 MOST_TERMS = 4
 
 
-def pool_gradients(graph: Graph) -> Graph:
-    """`graph` with gradients of max (and min) pooling without a scatter.
-
-    The same element of each window is chosen, also among equal ones (among some that
-    are NaN it may be another). Where windows do not overlap results are the same bits,
-    otherwise sums may be taken in another order. Nothing changes on another backend
-    than the CPU, for windows of more than `MOST_ELEMENTS`, and for those that reach
-    over several of the first dimension.
-    """
-    return lower_on_cpu(graph, is_pool_gradient, by_comparison)
-
-
 def is_pool_gradient(equation: Equation) -> bool:
-    """Whether `by_comparison` computes it, and in less time than XLA."""
+    """Whether `by_comparison` computes it, and in less time than XLA: windows of at
+    most `MOST_ELEMENTS`, of one image each."""
     if equation.primitive.name != "select_and_scatter_add":
         return False
     params = equation.params
@@ -50,16 +39,6 @@ def is_pool_gradient(equation: Equation) -> bool:
         and not any(params["padding"][0])
         and jnp.issubdtype(image.dtype, jnp.floating)
     )
-
-
-def short_sums(graph: Graph) -> Graph:
-    """`graph` with sums of few elements as additions, which XLA fuses.
-
-    The same bits, but for the sign of a sum of zeros. Nothing changes on another
-    backend than the CPU, for other types than float32 and float64, for more than
-    `MOST_TERMS` elements, and along the last dimension.
-    """
-    return lower_on_cpu(graph, is_short_sum, by_additions)
 
 
 def is_short_sum(equation: Equation) -> bool:
@@ -88,7 +67,10 @@ def by_additions(params: dict[str, Any], array: jax.Array) -> jax.Array:
 
 
 def by_comparison(params: dict[str, Any], slope: jax.Array, image: jax.Array):
-    """[*image.shape] the slope [images, *windows] where each window is largest."""
+    """[*image.shape] the slope [images, *windows] where each window is largest.
+
+    Among equal elements it is XLA's choice; among some that are NaN it may be another.
+    """
     # One image at a time, which XLA does not compute again for each term below.
     winners = lax.map(lambda x: _winner(params, x, slope.shape), image)
     total = None

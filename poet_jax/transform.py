@@ -19,12 +19,7 @@ from poet_jax.arguments import StaticArguments, difference
 from poet_jax.associate import associate
 from poet_jax.cache import PlanCache
 from poet_jax.coarsen import coarsen
-from poet_jax.convolution import (
-    filter_gradients,
-    large_convolutions,
-    pointwise_convolutions,
-)
-from poet_jax.depthwise import depthwise_convolutions
+from poet_jax.cpu_kernels import cpu_kernels
 from poet_jax.device import DeviceProfile
 from poet_jax.effects import Effects, effects
 from poet_jax.emit import emit
@@ -38,7 +33,6 @@ from poet_jax.order import order
 from poet_jax.pareto import Front, pareto
 from poet_jax.plan import BudgetLike, Planner, parse_budget
 from poet_jax.planners.milp import MilpPlanner
-from poet_jax.pooling import pool_gradients, short_sums
 from poet_jax.price import Costs, price
 from poet_jax.program import Program
 from poet_jax.recompute import recompute
@@ -59,12 +53,7 @@ PASSES: tuple[Pass, ...] = (
     recompute,
     stream,
     order,
-    filter_gradients,
-    pointwise_convolutions,
-    depthwise_convolutions,
-    large_convolutions,
-    pool_gradients,
-    short_sums,
+    cpu_kernels,
 )
 
 
@@ -381,11 +370,9 @@ def schedule(
         frozen kernels), `coarsen` (what XLA would fuse becomes one node), `recompute`
         (what the backward pass reads of a light node is computed there again),
         `stream` (large updates of state on storage go block by block), `order` (nodes
-        free early), and `filter_gradients`, `pointwise_convolutions`,
-        `depthwise_convolutions`, `large_convolutions`, `pool_gradients` and
-        `short_sums` (in forms that XLA's CPU backend computes fast and in little
-        memory). `passes=()` leaves the graph as
-        it was traced, one equation per node; `Scheduled.effects` shows what each does.
+        free early), and `cpu_kernels` (operations in forms that XLA's CPU backend
+        computes fast and in little memory). `passes=()` leaves the graph as it was
+        traced, one equation per node; `Scheduled.effects` shows what each does.
       static_argnums, static_argnames, donate_argnums: as for `jax.jit`.
 
     Returns a `Scheduled`; its call raises BudgetTooSmall, CannotTrace, PageStoreError.

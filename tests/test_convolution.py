@@ -13,13 +13,8 @@ from strategies import DEVICE
 
 import poet_jax
 from poet_jax import convolution as convolution_file
-from poet_jax.convolution import (
-    by_images,
-    filter_gradients,
-    large_convolutions,
-    pointwise_convolutions,
-)
-from poet_jax.depthwise import depthwise_convolutions
+from poet_jax.convolution import by_images
+from poet_jax.cpu_kernels import RULES, cpu_kernels
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -31,7 +26,7 @@ def convolve(image, kernel, numbers=NHWC, strides=(1, 1), padding="SAME", **opti
 
 
 def graph_of(fun, *args):
-    return filter_gradients(poet_jax.coarsen(poet_jax.trace(fun, *args)))
+    return cpu_kernels(poet_jax.coarsen(poet_jax.trace(fun, *args)))
 
 
 def slope_of(convolution, image, kernel):
@@ -104,7 +99,7 @@ def test_a_pointwise_convolution_and_its_gradient_are_products(numbers, options)
         result, transposed = jax.vjp(lambda image: convolution(image, **options), image)
         return transposed(jnp.cos(result))
 
-    graph = pointwise_convolutions(poet_jax.trace(fun, image, kernel))
+    graph = cpu_kernels(poet_jax.trace(fun, image, kernel))
     convolutions = [
         e.lowering is not None
         for node in graph.nodes
@@ -130,7 +125,7 @@ def test_what_has_channels_first_or_in_groups_is_not_a_product(options):
     traced = poet_jax.trace(
         functools.partial(convolve, **options), jnp.ones((4, 4, 4, 4)), kernel
     )
-    assert not pointwise_convolutions(traced).is_lowered
+    assert not cpu_kernels(traced).is_lowered
 
 
 def test_the_gradient_is_replaced_and_nothing_else():
@@ -234,7 +229,7 @@ def test_depthwise_convolutions_and_both_gradients_are_those_of_xla(case, cached
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("poet_jax.depthwise.CACHED_BYTES", cached)
-        graph = depthwise_convolutions(poet_jax.trace(fun, image, kernel))
+        graph = cpu_kernels(poet_jax.trace(fun, image, kernel))
         results = graph(image, kernel)
     lowered = [
         e.lowering is not None
@@ -261,7 +256,7 @@ def test_what_mixes_channels_or_has_them_first_is_not_depthwise(options):
     traced = poet_jax.trace(
         functools.partial(convolve, **options), jnp.ones((4, 4, 4, 4)), kernel
     )
-    assert not depthwise_convolutions(traced).is_lowered
+    assert not cpu_kernels(traced).is_lowered
 
 
 def wide(image, kernel):
@@ -297,7 +292,8 @@ def test_images_have_nothing_to_do_with_each_other(case):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(convolution_file, "PATCHES_BYTES", 0)
         patched.setattr(convolution_file, "LEAST_WORK", 0)
-        graph = large_convolutions(poet_jax.trace(convolution, image, kernel))
+        (large,) = (rule for rule in RULES if rule.lowering is by_images)
+        graph = cpu_kernels(poet_jax.trace(convolution, image, kernel), [large])
         (changed,) = [e.lowering for n in graph.nodes for e in n.equations]
         assert changed is (by_images if len(image) > 1 else None)
         (got,) = jax.jit(lambda *args: graph(*args))(image, kernel)
@@ -312,14 +308,14 @@ def test_large_images_are_not_copied_at_once():
     def loss(kernel, image):
         return (jnp.tanh(convolve(image, kernel)) ** 2).sum()
 
-    graph = large_convolutions(poet_jax.trace(jax.grad(loss), kernel, image))
+    graph = cpu_kernels(poet_jax.trace(jax.grad(loss), kernel, image))
     nodes = [n for n in graph.nodes if n.equations[0].lowering is by_images]
     assert [node.backward for node in nodes] == [False]
     workspaces = [
         poet_jax.price(x, DEVICE).workspace_bytes.max()
         for x in (
             poet_jax.trace(convolve, image, kernel),
-            large_convolutions(poet_jax.trace(convolve, image, kernel)),
+            cpu_kernels(poet_jax.trace(convolve, image, kernel)),
         )
     ]
     assert workspaces[1] < image.nbytes / 4
@@ -337,7 +333,7 @@ def test_large_images_are_not_copied_at_once():
 )
 def test_what_is_not_worth_it_is_computed_at_once(image, kernel):
     graph = poet_jax.trace(convolve, jnp.zeros(image), jnp.zeros(kernel))
-    assert not large_convolutions(graph).is_lowered
+    assert not cpu_kernels(graph).is_lowered
 
 
 def test_what_is_summed_of_large_convolutions_rounds_as_under_jit():

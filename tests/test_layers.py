@@ -9,8 +9,8 @@ import poet_jax
 PACKAGE = pathlib.Path(poet_jax.__file__).parent
 LAYERS = """
     units progress errors graph trace coarsen scratch recompute convolution depthwise
-    pooling stores.store stores.library stores.paged stores kernels timing in_place
-    order device devices.paper devices node_costs price calibrate machine plan
+    pooling cpu_kernels stores.store stores.library stores.paged stores kernels timing
+    in_place order device devices.paper devices node_costs price calibrate machine plan
     program simulate postpone planners planners.judge planners.keep_all
     planners.sqrt planners.greedy planners.repair planners.worker planners.solver
     planners.objective planners.choice planners.cuts planners.lift planners.rounds
