@@ -13,10 +13,11 @@ import bisect
 import functools
 import time
 
-from poet_jax.graph import Graph
-from poet_jax.plan import Budget, Plan
-from poet_jax.planners.greedy import Eviction
-from poet_jax.planners.judge import (
+from poet_jax.core.costs import Costs
+from poet_jax.core.graph import Graph
+from poet_jax.core.plan import Budget, Plan
+from poet_jax.planners.evict import Eviction
+from poet_jax.planners.planner import (
     Judged,
     budget_too_small,
     fits,
@@ -26,8 +27,7 @@ from poet_jax.planners.judge import (
     objective_of,
     prefetch,
 )
-from poet_jax.planners.sqrt import checkpoints
-from poet_jax.price import Costs
+from poet_jax.planners.simple import checkpoints
 
 
 class _PageFirst(Eviction):

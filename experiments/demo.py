@@ -5,7 +5,7 @@ Time:     two to five minutes on 2 cores.
 Expect:   XLA to count at most 42 % of what keep-all needs; steps in 0.5 to 1.1 times
           the time of jax.jit's, by the processor, as filter gradients are matrix
           products here, which outweighs what is computed twice and paged (see
-          poet_jax.cpu_kernels); gradients within 1e-5 of jax.grad's, in relative
+          poet_jax.passes.cpu_kernels); gradients within 1e-5 of jax.grad's, in relative
           norm of all of them together. The parameter where it is most may be further.
 
 ResNet-18 at full width (CIFAR-10 shape: 32x32x3, batch 64, BatchNorm, AdamW) learns
@@ -29,7 +29,7 @@ import poet_jax
 from experiments import memory
 from experiments.data import DatasetSpec, load_dataset
 from experiments.models import loss_fn, make_model
-from poet_jax.units import format_bytes, format_seconds
+from poet_jax.core.units import format_bytes, format_seconds
 
 BUDGET = flags.DEFINE_string("budget", "42%", "Memory budget: a size or a percentage.")
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Images in a batch.")

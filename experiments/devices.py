@@ -11,7 +11,7 @@ import pathlib
 from absl import app
 
 import poet_jax
-from poet_jax.units import format_bytes
+from poet_jax.core.units import format_bytes
 
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "devices.md"
 TABLES = "## The devices\n"

@@ -22,7 +22,7 @@ from tqdm import tqdm
 import poet_jax
 from experiments import memory
 from experiments.steps import write_result
-from poet_jax.units import format_bytes
+from poet_jax.core.units import format_bytes
 
 STEPS = flags.DEFINE_integer("steps", 2000, "Steps.", 10)
 BUDGET = flags.DEFINE_string("budget", "75%", "Budget of a step.")

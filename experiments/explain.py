@@ -24,8 +24,8 @@ from flax import nnx
 import poet_jax
 from experiments import train
 from experiments.models import load_for_model, loss_fn, make_model
-from poet_jax.reasons import ESTIMATE
-from poet_jax.schedule import make_schedule
+from poet_jax.api.schedule import make_schedule
+from poet_jax.viz.reasons import ESTIMATE
 
 DRAWN_NODES = 300  # more take Graphviz minutes
 

@@ -94,7 +94,7 @@ def compare() -> dict:
         "control_loss_difference": float(np.abs(control - expected).max()),
     }
     trained = []
-    for planner in (poet_jax.greedy, poet_jax.paging_only):
+    for planner in (poet_jax.greedy, poet_jax.planners.paging_only):
         options = {
             "planner": planner,
             "device": poet_jax.devices.RASPBERRY_PI_4,

@@ -31,7 +31,7 @@ from absl import app, flags
 import poet_jax
 from experiments import memory
 from experiments.steps import TrainingStep, flax_case, in_ram, write_result
-from poet_jax.units import format_bytes
+from poet_jax.core.units import format_bytes
 
 MODEL = flags.DEFINE_string("model", "resnet18", "Model; see experiments.models.")
 DATASET = flags.DEFINE_string("dataset", "photos", "Dataset; see experiments.data.")

@@ -20,7 +20,7 @@ import pathlib
 
 from absl import app
 
-from poet_jax.device import DeviceProfile
+from poet_jax.core.device import DeviceProfile
 from poet_jax.devices import paper
 
 DEFAULT_FOLDER = "outputs/instances"

@@ -28,7 +28,7 @@ import poet_jax
 from experiments import memory
 from experiments.models import load_for_model, loss_fn, make_model
 from experiments.steps import in_ram, write_result
-from poet_jax.units import format_bytes, format_seconds
+from poet_jax.core.units import format_bytes, format_seconds
 
 MODEL = flags.DEFINE_string("model", "bert12", "Model; see experiments.models.")
 DATASET = flags.DEFINE_string("dataset", "words", "Dataset; see experiments.data.")

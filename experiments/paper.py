@@ -30,9 +30,9 @@ import poet_jax
 from experiments import points
 from experiments.layer_graphs import DEFAULT_FOLDER, instance_paths
 from experiments.steps import read_rows
-from poet_jax.figures import new_figure
-from poet_jax.planners.judge import keep_everything
+from poet_jax.planners.planner import keep_everything
 from poet_jax.stores.paged import at_home
+from poet_jax.viz.figures import new_figure
 
 QUESTIONS = ("ram", "instances", "deadline", "smallest", "rules")
 QUESTION = flags.DEFINE_enum("question", None, QUESTIONS, "What to ask.")
@@ -151,7 +151,7 @@ def _smallest(model: str, dataset: str, batch_size: int, counted: str) -> dict:
     if counted == "state on storage":
         state = range(len(graph.arguments) - batch)
         large = [n for n in state if graph.values[graph.arguments[n]].nbytes >= 2**12]
-        graph = poet_jax.stream(at_home(graph, large))
+        graph = poet_jax.passes.stream(at_home(graph, large))
     costs = poet_jax.price(graph, poet_jax.devices.RASPBERRY_PI_4)
     if counted == "activations":
         costs = points.activations_only(graph, costs, graph.arguments[-batch:])

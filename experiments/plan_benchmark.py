@@ -48,10 +48,10 @@ from experiments.steps import (
     traced,
     unet_case,
 )
-from poet_jax.errors import BudgetTooSmall
-from poet_jax.planners.judge import keep_everything
-from poet_jax.planners.solver import IDLE_SECONDS
-from poet_jax.units import parse_bytes
+from poet_jax.core.errors import BudgetTooSmall
+from poet_jax.core.units import parse_bytes
+from poet_jax.planners.milp.solver import IDLE_SECONDS
+from poet_jax.planners.planner import keep_everything
 
 PLANNERS = (
     "greedy", "sqrt", "paging_only", "milp", "milp_remat", "milp_highs", "paper"
@@ -123,12 +123,12 @@ def load(name: str, kind: str) -> tuple[poet_jax.Graph, poet_jax.Costs]:
     return graph, costs
 
 
-def planner_called(name: str) -> poet_jax.plan.Planner:
+def planner_called(name: str) -> poet_jax.core.plan.Planner:
     limits = {"time_limit_seconds": TIME_LIMIT.value, "gap": GAP.value}
     return {
         "greedy": poet_jax.greedy,
-        "sqrt": poet_jax.sqrt,
-        "paging_only": poet_jax.paging_only,
+        "sqrt": poet_jax.planners.sqrt,
+        "paging_only": poet_jax.planners.paging_only,
         "paper": poet_jax.PaperPlanner(time_limit_seconds=TIME_LIMIT.value),
         "milp": poet_jax.MilpPlanner(**limits),
         "milp_remat": poet_jax.MilpPlanner(**limits, paging=False),

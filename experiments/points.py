@@ -18,14 +18,14 @@ from tqdm import tqdm
 import poet_jax
 from experiments import baselines
 from experiments.steps import flax_case, named_device, read_rows, training_step
-from poet_jax.planners.judge import (
+from poet_jax.api.transform import PASSES
+from poet_jax.planners.planner import (
     fits,
     floor_bytes,
     is_too_late,
     judge_plan,
     keep_everything,
 )
-from poet_jax.transform import PASSES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +152,7 @@ class Sweep:
         self.planners: dict[str, Any] = {
             "keep_all": poet_jax.keep_all,
             "greedy": poet_jax.greedy,
-            "sqrt": poet_jax.sqrt,
+            "sqrt": poet_jax.planners.sqrt,
             "capuchin": baselines.capuchin,
             "pofo": baselines.pofo,
             "paging": milp(remat=False),

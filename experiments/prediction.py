@@ -4,10 +4,11 @@
 
 adds up the modelled seconds of the nodes of training steps with AdamW, everything kept,
 and times `jax.jit` of the same step: as it was written, and in the forms that
-`poet_jax.PASSES` give it. Then it times the distinct nodes of the latter one by one
-(`price(..., measure=True)`), and compares what the model says of each: rank correlation
-and the quartiles of planned over measured. The machine is calibrated anew before each
-model, as other work on it would count otherwise; with --kept it is `poet_jax.host()`.
+`poet_jax.passes.PASSES` give it. Then it times the distinct nodes of the latter one by
+one (`price(..., measure=True)`), and compares what the model says of each: rank
+correlation and the quartiles of planned over measured. The machine is calibrated anew
+before each model, as other work on it would count otherwise; with --kept it is
+`poet_jax.host()`.
 It writes experiments/results/prediction/prediction.csv, in some fifteen minutes on two
 cores, and with --nodes it prints the nodes that are furthest off.
 """
@@ -34,8 +35,8 @@ from experiments.steps import (
     training_step,
     unet_case,
 )
-from poet_jax.calibrate import calibrated
-from poet_jax.graph import Graph
+from poet_jax.core.graph import Graph
+from poet_jax.devices.calibrate import calibrated
 
 CASES: dict[str, Callable[[], Case]] = {
     "mlp": lambda: flax_case("mlp:width=512", 128, "digits"),
@@ -70,9 +71,11 @@ def device() -> poet_jax.DeviceProfile:
 def graphs(step: Callable, state, batch) -> dict[str, Graph]:
     """The step as it was written and in the forms that the passes give it."""
     traced = poet_jax.trace(jax.jit(step, donate_argnums=0), state, batch)
-    lowered = functools.reduce(lambda g, change: change(g), poet_jax.PASSES, traced)
+    lowered = functools.reduce(
+        lambda g, change: change(g), poet_jax.passes.PASSES, traced
+    )
     return {
-        "written": poet_jax.order(poet_jax.coarsen(traced)),
+        "written": poet_jax.passes.order(poet_jax.passes.coarsen(traced)),
         "lowered": lowered,
     }
 

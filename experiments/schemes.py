@@ -30,7 +30,7 @@ from experiments import memory
 from experiments.data import Dataset
 from experiments.models import loss_fn
 from experiments.steps import in_ram
-from poet_jax.plan import parse_budget
+from poet_jax.core.plan import parse_budget
 from poet_jax.update import Update
 
 Schemes = Mapping[str, tuple[Update, float]]

@@ -24,7 +24,7 @@ from absl import app, flags, logging
 
 import poet_jax
 from experiments import memory
-from poet_jax.scratch import node_scratch
+from poet_jax.passes.cpu.scratch import node_scratch
 
 OUTPUT = flags.DEFINE_string("output", "experiments/results/scratch", "Folder.")
 ONLY = flags.DEFINE_string("only", "", "Measure this one, in this process.")

@@ -119,7 +119,7 @@ def searched(
 ) -> tuple[Found, dict[str, Any]]:
     """What a method finds, and its row."""
     full = full_usage()
-    memory = poet_jax.plan.parse_budget(BUDGET.value, full.peak_bytes).memory_bytes
+    memory = poet_jax.core.plan.parse_budget(BUDGET.value, full.peak_bytes).memory_bytes
     budget = poet_jax.Budget(memory, deadline * full.seconds)
     model, task = load_task(SEARCHED_LENGTH)
     step = make_step(model, budget, {**HEAD, **ITEMS})

@@ -20,8 +20,8 @@ compiled step (never more than the budget), and by which the process's high-wate
 arguments, to be compared with the budget, too, and with that of `jax.jit` over its own
 count (jit_rise_bytes, jit_bytes), as XLA frees late; and seconds, which are medians
 over steps, and ratios to those of `jax.jit`, medians over pairs of steps in turn.
-Delete the file at `poet_jax.host_path()` first to have this machine's rates measured
-anew.
+Delete the file at `poet_jax.devices.host_path()` first to have this machine's rates
+measured anew.
 
 On an accelerator the models are larger ones, budgets are of its memory, and the rise is
 of what its allocator was seen to have in use, asked again after every fifth of a

@@ -29,8 +29,8 @@ from absl import app, flags
 
 import poet_jax
 from experiments.steps import write_result
+from poet_jax.core.units import format_bytes
 from poet_jax.stores import library
-from poet_jax.units import format_bytes
 
 FOLDER = flags.DEFINE_string(
     "folder", None, "Where the files are; the system's folder for temporary files."
@@ -127,7 +127,7 @@ def hidden_share() -> float:
     paged = poet_jax.schedule(
         jax.grad(loss),
         "60%",
-        planner=poet_jax.paging_only,
+        planner=poet_jax.planners.paging_only,
         executor=poet_jax.HostExecutor(poet_jax.FileStore(FOLDER.value)),
     )
     times: tuple[list[float], list[float]] = ([], [])

@@ -17,7 +17,7 @@ from absl import app, flags
 
 from experiments.points import COLUMNS, grid, run
 from experiments.steps import read_rows
-from poet_jax.units import format_bytes, format_joules, format_seconds
+from poet_jax.core.units import format_bytes, format_joules, format_seconds
 
 MODELS = flags.DEFINE_multi_string("model", ["cnn"], "Model, as in experiments.train.")
 DATASET = flags.DEFINE_string("dataset", "mnist", "What the models' batches are from.")

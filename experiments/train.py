@@ -25,7 +25,7 @@ import poet_jax
 from experiments.data import DATASETS
 from experiments.models import FRAMEWORKS, load_for_model, loss_fn, make_model
 from experiments.steps import named_device
-from poet_jax.units import format_bytes, format_joules, format_seconds
+from poet_jax.core.units import format_bytes, format_joules, format_seconds
 
 PLANNERS = ("keep_all", "sqrt", "greedy", "paging_only", "paper", "milp")
 
@@ -147,7 +147,7 @@ def make_planner(
         return poet_jax.PaperPlanner(
             solver=solver, time_limit_seconds=time_limit_seconds
         )
-    return getattr(poet_jax, name)
+    return getattr(poet_jax.planners, name)
 
 
 def bind(step, model, seed: int, batch) -> tuple[poet_jax.Schedule, Any]:

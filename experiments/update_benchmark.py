@@ -25,7 +25,7 @@ from absl import app, flags, logging
 import poet_jax
 from experiments.models import load_for_model, loss_fn, make_model
 from experiments.steps import in_ram
-from poet_jax.price import node_flops
+from poet_jax.core.costs import node_flops
 from poet_jax.update import Update, bias_only, full, last_blocks, lora
 
 MODEL = flags.DEFINE_string("model", "bert6", "A text model of experiments.models.")
@@ -86,8 +86,8 @@ def describe(name: str, module, batch) -> dict[str, Any]:
     kept = Contestant(module, SCHEMES[name], "100%", batch)
     state = kept.state
     traced = poet_jax.trace(jax.jit(kept.step.update, donate_argnums=0), state, batch)
-    narrowed = poet_jax.associate(poet_jax.narrow(traced))
-    print(name, poet_jax.sizes(traced=traced, narrowed=narrowed), sep="\n")
+    narrowed = poet_jax.passes.associate(poet_jax.passes.narrow(traced))
+    print(name, poet_jax.viz.table.sizes(traced=traced, narrowed=narrowed), sep="\n")
     trainable = jax.tree.leaves(state.part.split(state.params))
     schedule = kept.step.plan(state, batch)
     return {

@@ -11,9 +11,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 import poet_jax
-from poet_jax.graph import Equation, Place
-from poet_jax.in_place import replaceable
-from poet_jax.planners.judge import floor_bytes, keep_everything
+from poet_jax.core.graph import Equation, Place
+from poet_jax.core.in_place import replaceable
+from poet_jax.planners.planner import floor_bytes, keep_everything
 
 DEVICE = poet_jax.devices.RASPBERRY_PI_4
 
@@ -28,9 +28,9 @@ def solvers(**options):
 
 HEURISTICS = {
     "keep_all": poet_jax.keep_all,
-    "sqrt": poet_jax.sqrt,
+    "sqrt": poet_jax.planners.sqrt,
     "greedy": poet_jax.greedy,
-    "paging_only": poet_jax.paging_only,
+    "paging_only": poet_jax.planners.paging_only,
 }
 PLANNERS = HEURISTICS | solvers()
 
@@ -80,7 +80,7 @@ def graphs(draw, min_nodes=4, max_nodes=9, static_watts=(0.0, 0.5), stored=True)
 def random_value(rng, name):
     """At times without bytes; at times, like a typed PRNG key, never paged."""
     nbytes = 0 if rng.random() < 0.08 else int(rng.integers(1, 13)) * 2**20
-    return poet_jax.Value(name, nbytes, pageable=rng.random() > 0.12)
+    return poet_jax.core.Value(name, nbytes, pageable=rng.random() > 0.12)
 
 
 def training_graph(rng, count):
@@ -104,7 +104,7 @@ def training_graph(rng, count):
             writes.append(len(values))
             values.append(random_value(rng, f"v{number}{letter}"))
         nodes.append(
-            poet_jax.Node(
+            poet_jax.core.Node(
                 f"n{number}",
                 tuple(reads),
                 tuple(writes),
@@ -135,7 +135,7 @@ def random_graph(rng, count):
             writes.append(letter)
         numbers = tuple(range(len(values), len(values) + len(writes)))
         nodes.append(
-            poet_jax.Node(
+            poet_jax.core.Node(
                 f"n{number}",
                 tuple(dict.fromkeys(int(v) for v in reads)) if values else (),
                 numbers,

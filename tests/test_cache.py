@@ -11,9 +11,9 @@ import pytest
 from toy import STAGES, W, X, gradient
 
 import poet_jax
-from poet_jax.cache import PlanCache, plan_key
-from poet_jax.plan import plan_to_dict
-from poet_jax.planners import solver
+from poet_jax.api.cache import PlanCache, plan_key
+from poet_jax.core.plan import plan_to_dict
+from poet_jax.planners.milp import solver
 
 BUDGET = "68%"
 
@@ -63,7 +63,7 @@ def test_the_second_start_plans_nothing_and_any_change_plans_again(tmp_path):
 
 
 def test_the_second_start_compiles_once(tmp_path):
-    tight = "74%"
+    tight = "70%"
     first = run(tmp_path, poet_jax.greedy, budget=tight)
     again = run(tmp_path, poet_jax.greedy, budget=tight)
     assert first.compilations > 1 == again.compilations
@@ -127,7 +127,7 @@ KEY = """
 import sys
 sys.path.insert(0, "tests")
 import poet_jax
-from poet_jax.cache import plan_key
+from poet_jax.api.cache import plan_key
 from toy import W, X, gradient
 schedule = poet_jax.schedule(
     gradient,

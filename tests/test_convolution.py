@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from strategies import DEVICE
 
 import poet_jax
-from poet_jax import convolution as convolution_file
-from poet_jax.convolution import by_images
-from poet_jax.cpu_kernels import RULES, cpu_kernels
+from poet_jax.passes.cpu import convolution as convolution_file
+from poet_jax.passes.cpu.convolution import by_images
+from poet_jax.passes.cpu.rules import RULES, cpu_kernels
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -26,7 +26,7 @@ def convolve(image, kernel, numbers=NHWC, strides=(1, 1), padding="SAME", **opti
 
 
 def graph_of(fun, *args):
-    return cpu_kernels(poet_jax.coarsen(poet_jax.trace(fun, *args)))
+    return cpu_kernels(poet_jax.passes.coarsen(poet_jax.trace(fun, *args)))
 
 
 def slope_of(convolution, image, kernel):
@@ -70,7 +70,7 @@ def test_they_are_the_gradients_of_xla_whatever_stride_padding_and_dilation(
     fun = functools.partial(slope_of, convolution)
     expected = fun(image, kernel)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("poet_jax.convolution.CACHED_BYTES", cached)
+        patched.setattr("poet_jax.passes.cpu.convolution.CACHED_BYTES", cached)
         (actual,) = graph_of(fun, image, kernel)(image, kernel)
     scale = float(jnp.abs(expected).max()) + 1e-6
     np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-5 * scale)
@@ -172,7 +172,10 @@ def test_it_is_a_pass_that_can_be_left_out(trace):
         planner=poet_jax.greedy,
         executor=poet_jax.HostExecutor(trace=trace),
     )
-    with_it, without = schedule(), schedule(passes=(poet_jax.coarsen, poet_jax.order))
+    with_it, without = (
+        schedule(),
+        schedule(passes=(poet_jax.passes.coarsen, poet_jax.passes.order)),
+    )
     args = KERNEL * 0.01, jax.random.normal(jax.random.key(0), IMAGE.shape)
     assert with_it.plan(*args).graph.is_lowered
     assert not without.plan(*args).graph.is_lowered
@@ -228,7 +231,7 @@ def test_depthwise_convolutions_and_both_gradients_are_those_of_xla(case, cached
         return result, *transposed(slope)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("poet_jax.depthwise.CACHED_BYTES", cached)
+        patched.setattr("poet_jax.passes.cpu.depthwise.CACHED_BYTES", cached)
         graph = cpu_kernels(poet_jax.trace(fun, image, kernel))
         results = graph(image, kernel)
     lowered = [

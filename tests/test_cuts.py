@@ -14,12 +14,13 @@ from strategies import attempt, brute_force, budgeted_graphs, graphs, peak_bytes
 
 import poet_jax
 from experiments.steps import BENCHMARK_DEVICE, skips_case, traced
-from poet_jax.planners import milp, neighbourhoods, rounds
-from poet_jax.planners import solver as solvers
-from poet_jax.planners.bounds import Bounds
-from poet_jax.planners.cuts import Cuts
-from poet_jax.planners.judge import fits, judge_plan, keep_everything
-from poet_jax.planners.lift import crests, repeats, solve, values_of
+from poet_jax.planners.milp import neighbourhoods, rounds
+from poet_jax.planners.milp import search as milp
+from poet_jax.planners.milp import solver as solvers
+from poet_jax.planners.milp.bounds import Bounds
+from poet_jax.planners.milp.cuts import Cuts
+from poet_jax.planners.milp.lift import crests, repeats, solve, values_of
+from poet_jax.planners.planner import fits, judge_plan, keep_everything
 
 by_solver = pytest.mark.parametrize("solver", ["CBC", "HIGHS"])
 
@@ -331,11 +332,11 @@ def test_the_highest_crest_is_the_peak(case):
 
 def long_chain(count=40):
     """Forty values wait for the way back."""
-    values = [poet_jax.Value(f"v{i}", 100 + i) for i in range(2 * count)]
+    values = [poet_jax.core.Value(f"v{i}", 100 + i) for i in range(2 * count)]
     nodes = [
-        poet_jax.Node(f"f{i}", (i - 1,) if i else (), (i,)) for i in range(count)
+        poet_jax.core.Node(f"f{i}", (i - 1,) if i else (), (i,)) for i in range(count)
     ] + [
-        poet_jax.Node(f"b{i}", (count + i - 1, count - 1 - i), (count + i,))
+        poet_jax.core.Node(f"b{i}", (count + i - 1, count - 1 - i), (count + i,))
         for i in range(count)
     ]
     graph = poet_jax.Graph(tuple(values), tuple(nodes), outputs=(2 * count - 1,))

@@ -14,8 +14,8 @@ from toy import STAGES
 
 import poet_jax
 from experiments import devices
-from poet_jax.graph import node_signature
-from poet_jax.price import node_flops
+from poet_jax.core.costs import node_flops
+from poet_jax.core.graph import node_signature
 
 BOARD = poet_jax.DeviceProfile(
     name='a "board"',
@@ -32,7 +32,7 @@ BOARD = poet_jax.DeviceProfile(
 
 def graph_of(dtype=jnp.float32, size=4):
     x = jax.ShapeDtypeStruct((size, size), dtype)
-    return poet_jax.coarsen(poet_jax.trace(lambda a: jnp.tanh(a @ a) @ a, x))
+    return poet_jax.passes.coarsen(poet_jax.trace(lambda a: jnp.tanh(a @ a) @ a, x))
 
 
 @pytest.mark.parametrize("name", poet_jax.devices.ALL)
@@ -132,13 +132,13 @@ def test_this_machine_is_calibrated_once_and_kept(backend, tmp_path, monkeypatch
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     poet_jax.host.cache_clear()
     first = poet_jax.host()
-    assert tmp_path in poet_jax.host_path().parents
+    assert tmp_path in poet_jax.devices.host_path().parents
     poet_jax.host.cache_clear()
     assert poet_jax.host() == first
-    poet_jax.host_path().write_text("half a fi")
+    poet_jax.devices.host_path().write_text("half a fi")
     poet_jax.host.cache_clear()
     assert poet_jax.host().rates
-    assert poet_jax.DeviceProfile.load(poet_jax.host_path()) == poet_jax.host()
+    assert poet_jax.DeviceProfile.load(poet_jax.devices.host_path()) == poet_jax.host()
     poet_jax.host.cache_clear()
 
 
@@ -205,7 +205,7 @@ def test_a_plan_stays_within_the_storage_of_its_device():
 def measured(path, change):
     """The file that `write_node_costs` makes, with its rows changed."""
     graph = graph_of()
-    poet_jax.write_node_costs(path, graph, poet_jax.price(graph, BOARD))
+    poet_jax.devices.write_node_costs(path, graph, poet_jax.price(graph, BOARD))
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
     rows = change(rows)
@@ -299,8 +299,8 @@ def test_energy_is_what_the_formulas_say_by_hand():
     graph = poet_jax.trace(fun, jax.ShapeDtypeStruct((4, 4), jnp.float32))
     (a,) = graph.nodes[0].writes
     actions = (
-        poet_jax.Compute(0), poet_jax.PageOut(a), poet_jax.Compute(1),
-        poet_jax.PageIn(a), poet_jax.Compute(2),
+        poet_jax.core.Compute(0), poet_jax.core.PageOut(a), poet_jax.core.Compute(1),
+        poet_jax.core.PageIn(a), poet_jax.core.Compute(2),
     )  # fmt: skip
     plan = poet_jax.Plan(actions, poet_jax.Status.HEURISTIC, 0.0, 0.0, "by hand")
     costs = poet_jax.price(graph, board)

@@ -12,9 +12,9 @@ from flax import nnx
 from toy import OPTIONS, W, X, gradient, schedule
 
 import poet_jax
-from poet_jax.effects import applied
+from poet_jax.api.effects import applied
 
-PASSES = poet_jax.PASSES
+PASSES = poet_jax.passes.PASSES
 
 
 def test_each_row_is_what_a_schedule_with_the_passes_so_far_starts_from():
@@ -32,12 +32,12 @@ def test_each_row_is_what_a_schedule_with_the_passes_so_far_starts_from():
 
 
 def test_a_table_has_the_passes_given_and_says_where_seconds_are_from():
-    passes = (functools.partial(poet_jax.coarsen), poet_jax.order)
+    passes = (functools.partial(poet_jax.passes.coarsen), poet_jax.passes.order)
     some = {"dot_float32": [(1.0, 1e-9)], "moved": [(1.0, 1e-9)]}
     for rates, words in ((some, "calibrated"), ({}, "modelled from")):
         device = dataclasses.replace(OPTIONS["device"], rates=rates)
         graph = poet_jax.trace(lambda w, x: jnp.tanh(x @ w), W, X)
-        table = str(poet_jax.effects(graph, passes, device)).splitlines()
+        table = str(poet_jax.api.effects.effects(graph, passes, device)).splitlines()
         assert [line.split()[0] for line in table[:4]] == [
             "after",
             "trace",
@@ -115,7 +115,10 @@ def test_a_gradient_alone_is_applied_by_nobody():
 
 def test_flax_steps_have_effects():
     batch = jnp.ones((8, 4)), jnp.ones((8, 4))
-    options = OPTIONS | {"passes": (poet_jax.coarsen,), "optimizer": optax.sgd(0.1)}
+    options = OPTIONS | {
+        "passes": (poet_jax.passes.coarsen,),
+        "optimizer": optax.sgd(0.1),
+    }
     model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
     step = poet_jax.train_step(model, 2**30, **options)
     other = poet_jax.train_step(nn.Dense(4), 2**30, **options)

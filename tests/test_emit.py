@@ -11,16 +11,16 @@ from strategies import DEVICE, attempt, budgeted_graphs, programs
 from toy import W, X, gradient, loss
 
 import poet_jax
+from poet_jax.core.plan import Compute, PageIn, PageOut
 from poet_jax.emit import Stage, cut, emit
-from poet_jax.plan import Compute, PageIn, PageOut
-from poet_jax.planners.judge import keep_everything
+from poet_jax.planners.planner import keep_everything
 
 
 def planned(fun, args, share, planner=poet_jax.greedy, **jit_options):
     """(graph, costs, program) of a plan within a share of the way from least to
     keep-all."""
     graph = poet_jax.trace(jax.jit(fun, **jit_options), *args)
-    graph = poet_jax.order(poet_jax.coarsen(graph))
+    graph = poet_jax.passes.order(poet_jax.passes.coarsen(graph))
     costs = poet_jax.price(graph, DEVICE)
     most = keep_everything(graph, costs).usage.peak_bytes
     plan = attempt(planner, graph, costs, max(1, int(share * most)))
@@ -115,7 +115,7 @@ def test_what_is_computed_again_is_not_merged():
 
 
 def test_an_emitted_program_can_be_exported_and_sharded():
-    _, costs, program = planned(gradient, (W, X), 0.7, poet_jax.sqrt)
+    _, costs, program = planned(gradient, (W, X), 0.7, poet_jax.planners.sqrt)
     emitted = emit(program, steps=cut(program, costs, 2**14))
     wanted = jax.jit(gradient)(W, X)
     exported = jax.export.export(jax.jit(emitted))(W, X)
@@ -201,7 +201,9 @@ def test_a_backend_that_is_none_is_refused():
 
 
 def test_an_instance_is_refused():
-    graph = poet_jax.Graph((poet_jax.Value("a", 8),), (poet_jax.Node("n", (), (0,)),))
+    graph = poet_jax.Graph(
+        (poet_jax.core.Value("a", 8),), (poet_jax.core.Node("n", (), (0,)),)
+    )
     program = poet_jax.lower(graph, poet_jax.Plan((Compute(0),), *[None] * 4))
     with pytest.raises(ValueError, match="trace"):
         emit(program)

@@ -18,7 +18,7 @@ from flax import nnx
 from toy import OPTIONS, W, X, gradient, schedule
 
 import poet_jax
-from poet_jax.plan import PageIn
+from poet_jax.core.plan import PageIn
 
 
 def assert_three_sentences(error, *facts):
@@ -32,7 +32,7 @@ def assert_three_sentences(error, *facts):
 def paging(store=None, fun=gradient):
     """The function within the smallest budget at which paging alone makes it fit."""
     executor = poet_jax.HostExecutor(store) if store is not None else None
-    options = OPTIONS | {"planner": poet_jax.paging_only, "executor": executor}
+    options = OPTIONS | {"planner": poet_jax.planners.paging_only, "executor": executor}
     with pytest.raises(poet_jax.BudgetTooSmall) as caught:
         poet_jax.schedule(fun, 1, **options).plan(W, X)
     return poet_jax.schedule(fun, caught.value.smallest_bytes, **options)
@@ -379,7 +379,7 @@ def test_a_store_without_room_is_found_before_anything_is_donated(tmp_path):
 
     store = Full(tmp_path)
     executor = poet_jax.HostExecutor(store)
-    options = OPTIONS | {"planner": poet_jax.paging_only, "executor": executor}
+    options = OPTIONS | {"planner": poet_jax.planners.paging_only, "executor": executor}
     train = functools.partial(poet_jax.schedule, step, donate_argnums=0, **options)
     with pytest.raises(poet_jax.BudgetTooSmall) as too_small:
         train(1).plan(W, X)

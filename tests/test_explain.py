@@ -17,10 +17,10 @@ from test_golden import chain
 from toy import OPTIONS, W, X, gradient
 
 import poet_jax
-from poet_jax.dot import to_dot
-from poet_jax.perfetto import trace_events
-from poet_jax.schedule import make_schedule
-from poet_jax.timeline import timeline
+from poet_jax.api.schedule import make_schedule
+from poet_jax.viz.dot import to_dot
+from poet_jax.viz.perfetto import trace_events
+from poet_jax.viz.timeline import timeline
 
 
 def schedules(problem):
@@ -40,7 +40,7 @@ def ran(request):
     `traced`: with the times of stages.
     """
     executor = poet_jax.HostExecutor(poet_jax.HostStore(), trace=request.param)
-    options = OPTIONS | {"executor": executor, "planner": poet_jax.paging_only}
+    options = OPTIONS | {"executor": executor, "planner": poet_jax.planners.paging_only}
     with pytest.raises(poet_jax.BudgetTooSmall) as caught:
         poet_jax.schedule(gradient, 1, **options).plan(W, X)
     scheduled = poet_jax.schedule(gradient, caught.value.smallest_bytes, **options)
@@ -50,11 +50,11 @@ def ran(request):
 
 
 def is_transfer(instruction):
-    return isinstance(instruction, poet_jax.PageIn | poet_jax.PageOut)
+    return isinstance(instruction, poet_jax.core.PageIn | poet_jax.core.PageOut)
 
 
 def is_compute(instruction):
-    return isinstance(instruction, poet_jax.Compute)
+    return isinstance(instruction, poet_jax.core.Compute)
 
 
 # Timelines
@@ -70,13 +70,13 @@ def test_the_joules_of_instructions_and_of_idling_are_the_steps(problem):
             schedule.program.instructions, usage.instruction_joules, strict=True
         ):
             match x:
-                case poet_jax.Compute(node):
+                case poet_jax.core.Compute(node):
                     assert joules == costs.joules[node]
-                case poet_jax.PageIn(value):
+                case poet_jax.core.PageIn(value):
                     assert joules == costs.page_in_joules[value]
-                case poet_jax.PageOut(value):
+                case poet_jax.core.PageOut(value):
                     assert joules == costs.page_out_joules[value]
-                case poet_jax.Free():
+                case poet_jax.core.Free():
                     assert joules == 0
 
 
@@ -87,8 +87,8 @@ def test_a_run_measures_each_transfer_and_if_traced_each_stage(ran, request):
     moves = [x for x in run.spans if x.lane == "storage"]
     assert len(moves) == sum(map(is_transfer, instructions))
     for kind, nbytes in (
-        (poet_jax.PageIn, run.bytes_paged_in),
-        (poet_jax.PageOut, run.bytes_paged_out),
+        (poet_jax.core.PageIn, run.bytes_paged_in),
+        (poet_jax.core.PageOut, run.bytes_paged_out),
     ):
         moved = [x.value for x in instructions if isinstance(x, kind)]
         assert nbytes == sum(graph.values[v].nbytes for v in moved)
@@ -107,7 +107,7 @@ def test_a_run_measures_each_transfer_and_if_traced_each_stage(ran, request):
 def test_what_reads_no_page_runs_beside_the_page_that_comes_in():
     """In one of five steps at least: another process may have the processor."""
     executor = poet_jax.HostExecutor(poet_jax.HostStore(), trace=True)
-    options = OPTIONS | {"executor": executor, "planner": poet_jax.paging_only}
+    options = OPTIONS | {"executor": executor, "planner": poet_jax.planners.paging_only}
     w, x = jnp.eye(256), jnp.ones((16384, 256))  # activations of 16 MiB
     scheduled = poet_jax.schedule(gradient, "75%", **options)
     beside = []
@@ -162,16 +162,16 @@ def test_the_matrices_are_the_program(problem):
         for row, (x, live_bytes) in enumerate(
             zip(program.instructions, schedule.usage.live_bytes, strict=True)
         ):
-            if begins and isinstance(x, poet_jax.Compute | poet_jax.PageIn):
+            if begins and isinstance(x, poet_jax.core.Compute | poet_jax.core.PageIn):
                 present, more, new = found.S_ram[stage], 0, [vars(x).get("value")]
-                if isinstance(x, poet_jax.Compute):
+                if isinstance(x, poet_jax.core.Compute):
                     more = schedule.costs.workspace_bytes[x.node]
                     new = graph.nodes[x.node].writes
                 more += sum(nbytes[v] for v in new if not present[v])
                 more -= sum(nbytes[v] for v, _ in program.replaces.get(row, ()))
                 assert live_bytes == present @ nbytes + more
                 begins = False
-            if x == poet_jax.Compute(stage):
+            if x == poet_jax.core.Compute(stage):
                 stage, begins = stage + 1, True
         if begins:
             present = np.flatnonzero(found.S_ram[-1])
@@ -262,7 +262,7 @@ def test_a_reason_says_why_a_value_is_never_paged():
         factor = jnp.where(x.sum() > 0, 1.0, 2.0)
         return jnp.sin(factor * x) @ x + factor * jax.random.normal(first, x.shape)
 
-    passes = (poet_jax.order,)
+    passes = (poet_jax.passes.order,)
     scheduled = poet_jax.schedule(fun, "1MiB", device=DEVICE, passes=passes)
     schedule = scheduled.plan(jax.random.key(0), jnp.ones((8, 8)))
     said = {"a weakly typed array": set(), "a PRNG key": set()}

@@ -22,10 +22,10 @@ def chain():
         "x": 8, "layer1": 8, "layer2": 8, "layer3": 8, "loss": 1,
         "g3": 4, "g2": 4, "g1": 4,
     }  # fmt: skip
-    values = tuple(poet_jax.Value(name, size) for name, size in sizes.items())
+    values = tuple(poet_jax.core.Value(name, size) for name, size in sizes.items())
     reads = [(0,), (1,), (2,), (3,), (4, 2), (5, 1), (6, 0)]
     nodes = tuple(
-        poet_jax.Node(values[n + 1].name, read, (n + 1,), backward=n > 3)
+        poet_jax.core.Node(values[n + 1].name, read, (n + 1,), backward=n > 3)
         for n, read in enumerate(reads)
     )
     graph = poet_jax.Graph(values, nodes, (0,), (4, 7), donated=frozenset({0}))

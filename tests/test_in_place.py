@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from strategies import DEVICE, HEURISTICS, brute_force, graphs, programs
 
 import poet_jax
-from poet_jax.in_place import replaceable
-from poet_jax.plan import Compute, Free, PageIn, PageOut
-from poet_jax.planners.judge import floor_bytes, keep_everything
-from poet_jax.program import lower_actions
+from poet_jax.core.in_place import replaceable
+from poet_jax.core.plan import Compute, Free, PageIn, PageOut
+from poet_jax.core.program import lower_actions
+from poet_jax.planners.planner import floor_bytes, keep_everything
 
 
 def donating(step, *args):
@@ -21,7 +21,7 @@ def donating(step, *args):
 
 
 def coarse(step, *args):
-    return poet_jax.order(poet_jax.coarsen(poet_jax.trace(step, *args)))
+    return poet_jax.passes.order(poet_jax.passes.coarsen(poet_jax.trace(step, *args)))
 
 
 # Planned in stages, also where the function would fit as it is.
@@ -35,7 +35,7 @@ def scheduled(step, budget, executor=STAGES, planner=poet_jax.greedy):
         device=DEVICE,
         planner=planner,
         executor=executor,
-        passes=(poet_jax.coarsen, poet_jax.order),
+        passes=(poet_jax.passes.coarsen, poet_jax.passes.order),
         donate_argnums=0,
     )
 

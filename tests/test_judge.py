@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from strategies import budgeted_graphs
 
 import poet_jax
-from poet_jax.graph import Place
-from poet_jax.planners.greedy import evict
-from poet_jax.planners.judge import keep_everything, prefetch
-from poet_jax.program import moving
+from poet_jax.core.graph import Place
+from poet_jax.core.program import moving
+from poet_jax.planners.evict import evict
+from poet_jax.planners.planner import keep_everything, prefetch
 
 
 @settings(max_examples=150)
@@ -30,10 +30,12 @@ def test_prefetching_is_never_later_and_never_over_the_budget(case, more):
 
 def test_transfers_behind_one_another_all_start_early_enough():
     """Three weights, read at once after three seconds, take a second each."""
-    values = [poet_jax.Value(f"w{i}", 1) for i in range(3)]
-    values += [poet_jax.Value(f"v{i}", 1) for i in range(4)]
-    nodes = [poet_jax.Node(f"n{i}", (2 + i,) if i else (), (3 + i,)) for i in range(3)]
-    nodes.append(poet_jax.Node("n3", (0, 1, 2, 5), (6,)))
+    values = [poet_jax.core.Value(f"w{i}", 1) for i in range(3)]
+    values += [poet_jax.core.Value(f"v{i}", 1) for i in range(4)]
+    nodes = [
+        poet_jax.core.Node(f"n{i}", (2 + i,) if i else (), (3 + i,)) for i in range(3)
+    ]
+    nodes.append(poet_jax.core.Node("n3", (0, 1, 2, 5), (6,)))
     stored = {v: Place(v) for v in range(3)}
     graph = poet_jax.Graph(tuple(values), tuple(nodes), (0, 1, 2), (6,), stored=stored)
     one, ones = np.ones(4), np.ones(7)

@@ -23,16 +23,16 @@ from strategies import (
 )
 
 import poet_jax
-from poet_jax.plan import Stages, plan_from_dict, plan_to_dict
-from poet_jax.planners.exact import Exact
-from poet_jax.planners.judge import (
+from poet_jax.api.schedule import make_schedule
+from poet_jax.core.plan import Stages, plan_from_dict, plan_to_dict
+from poet_jax.planners.milp.exact import Exact
+from poet_jax.planners.milp.lift import values_of
+from poet_jax.planners.planner import (
     judge,
     keep_everything,
     least_objective,
     prefetch,
 )
-from poet_jax.planners.lift import values_of
-from poet_jax.schedule import make_schedule
 
 by_planner = pytest.mark.parametrize("name", PLANNERS)
 by_solver = pytest.mark.parametrize("solver", ["CBC", "HIGHS"])
@@ -335,7 +335,7 @@ def check_run(fun, args, store, planner, budget):
         device=DEVICE,
         planner=planner,
         executor=executor,
-        passes=(poet_jax.coarsen, poet_jax.order),
+        passes=(poet_jax.passes.coarsen, poet_jax.passes.order),
     )
     scheduled = make(budget)
     try:

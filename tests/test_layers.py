@@ -1,37 +1,26 @@
-"""Imports point one way: a file imports only files above it in the design's list."""
+"""Imports between folders point one way, and the map names every file."""
 
 import ast
 import pathlib
 import re
 
+import pytest
+
 import poet_jax
 
 PACKAGE = pathlib.Path(poet_jax.__file__).parent
-LAYERS = """
-    units progress errors graph trace coarsen scratch recompute convolution depthwise
-    pooling cpu_kernels stores.store stores.library stores.paged stores kernels timing
-    in_place order device devices.paper devices node_costs price calibrate machine plan
-    program simulate postpone planners planners.judge planners.keep_all
-    planners.sqrt planners.greedy planners.repair planners.worker planners.solver
-    planners.objective planners.choice planners.cuts planners.lift planners.rounds
-    planners.bounds planners.neighbourhoods planners.exact planners.milp
-    planners.paper emit.accelerator emit.cpu emit.stages emit.program emit.within emit
-    executor explain effects reasons timeline matrices figures dot perfetto report
-    stream rewrite narrow associate fold state pareto cache schedule arguments
-    transform training part blocks update.scheme update.items update.search update
-    nnx linen flax_step __init__
+FOLDERS = """
+    core
+    stores
+    passes
+    devices
+    planners
+    emit
+    viz
+    api
+    update
+    flax
 """.split()
-
-
-def modules():
-    """{dotted name below the package: path}"""
-    result = {}
-    for path in PACKAGE.rglob("*.py"):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        if len(parts) > 1 and parts[-1] == "__init__":
-            parts = parts[:-1]
-        result[".".join(parts)] = path
-    return result
 
 
 def imports(path):
@@ -45,32 +34,41 @@ def imports(path):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_every_file_has_a_layer():
-    assert sorted(modules()) == sorted(LAYERS)
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_imports_only_from_those_before_it(folder):
+    allowed = FOLDERS[: FOLDERS.index(folder) + 1]
+    for path in (PACKAGE / folder).rglob("*.py"):
+        for name in imports(path):
+            if name.startswith("poet_jax."):
+                assert name.split(".")[1] in allowed, f"{path} imports {name}"
+
+
+def test_every_file_is_in_a_folder():
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
+    assert folders - {"__pycache__"} == set(FOLDERS)
+    assert [path.name for path in PACKAGE.glob("*.py")] == ["__init__.py"]
+
+
+def test_no_function_has_the_name_of_a_module_beside_it():
+    for path in PACKAGE.rglob("__init__.py"):
+        modules = {x.stem for x in path.parent.glob("*.py")} - {"__init__"}
+        modules |= {x.parent.name for x in path.parent.glob("*/__init__.py")}
+        names = {
+            alias.asname or alias.name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom)
+            for alias in node.names
+            # Of a module itself there is no other.
+            if not (PACKAGE / node.module.partition(".")[2].replace(".", "/")).is_dir()
+        }
+        assert modules.isdisjoint(names), path
 
 
 def test_the_map_names_every_file_once():
     text = (PACKAGE.parent / "docs" / "map.md").read_text()
     named = re.findall(r"`([a-z_/]+\.py)`", text)
-    files = [path for path in PACKAGE.rglob("*.py") if path.read_text()]
-    files.remove(PACKAGE / "__init__.py")
+    files = [x for x in PACKAGE.rglob("*.py") if x.name != "__init__.py"]
     assert sorted(named) == sorted(str(x.relative_to(PACKAGE)) for x in files)
-
-
-def test_a_file_imports_only_files_above_it():
-    found = modules()
-    wrong = [
-        (name, imported)
-        for name, path in found.items()
-        for imported in (
-            x.removeprefix("poet_jax.") for x in imports(path) if "poet_jax" in x
-        )
-        if imported in found
-        # A package is named where it, or one of its parts, names a part.
-        and not f"{name}.".startswith(f"{imported}.")
-        and LAYERS.index(imported) >= LAYERS.index(name)
-    ]
-    assert not wrong
 
 
 def test_only_public_modules_of_jax_are_imported():

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from strategies import HEURISTICS, attempt, budgeted_graphs, graphs, peak_bytes, solvers
 
 import poet_jax
-from poet_jax.order import late
-from poet_jax.planners import milp, solver
+from poet_jax.passes.reorder import late
+from poet_jax.planners.milp import search as milp
+from poet_jax.planners.milp import solver
 
 by_solver = pytest.mark.parametrize("solver", ["CBC", "HIGHS"])
 
@@ -33,7 +34,7 @@ def twelve_nodes():
     """
     nbytes = [0, 10, 6, 12, 2, 9, 9, 6, 6, 11, 3, 10, 1, 7]
     values = tuple(
-        poet_jax.Value(f"v{i}", n, pageable=i not in (2, 7, 10))
+        poet_jax.core.Value(f"v{i}", n, pageable=i not in (2, 7, 10))
         for i, n in enumerate(nbytes)
     )
     reads = [(0,), (1,), (3,), (2, 4), (5,), (6,), (7,), (8, 6), (9, 5), (10, 4)]
@@ -42,7 +43,7 @@ def twelve_nodes():
     graph = poet_jax.Graph(
         values,
         tuple(
-            poet_jax.Node(f"n{i}", r, w)
+            poet_jax.core.Node(f"n{i}", r, w)
             for i, (r, w) in enumerate(zip(reads, writes, strict=True))
         ),
         arguments=(0,),
@@ -149,16 +150,16 @@ def test_a_key_is_computed_again_and_not_paged():
      \\________________________/
     """
     values = (
-        poet_jax.Value("key", 9, pageable=False),
-        poet_jax.Value("big", 9),
-        poet_jax.Value("small", 9),
-        poet_jax.Value("end", 1),
+        poet_jax.core.Value("key", 9, pageable=False),
+        poet_jax.core.Value("big", 9),
+        poet_jax.core.Value("small", 9),
+        poet_jax.core.Value("end", 1),
     )
     nodes = (
-        poet_jax.Node("key", (), (0,)),
-        poet_jax.Node("big", (0,), (1,)),
-        poet_jax.Node("small", (1,), (2,)),
-        poet_jax.Node("end", (0, 2), (3,)),
+        poet_jax.core.Node("key", (), (0,)),
+        poet_jax.core.Node("big", (0,), (1,)),
+        poet_jax.core.Node("small", (1,), (2,)),
+        poet_jax.core.Node("end", (0, 2), (3,)),
     )
     graph = poet_jax.Graph(values, nodes, outputs=(3,))
     free = np.zeros(4)
@@ -246,7 +247,7 @@ def test_a_line_shows_how_far_the_planning_is_until_it_is_turned_off(
 ):
     graph, costs = twelve_nodes()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(poet_jax.progress, "_SECONDS", 1e-3)
+    monkeypatch.setattr(poet_jax.core.progress, "_SECONDS", 1e-3)
     poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(33))
     shown = capsys.readouterr().err
     assert "planning 12 nodes" in shown and "bound" in shown and "s left" in shown
@@ -274,9 +275,9 @@ def test_a_pinned_value_is_left_alone(case, pin, pattern):
         return
     free = attempt(poet_jax.MilpPlanner(), graph, costs, budget)
     assert free.bound <= plan.objective * (1 + 1e-9)
-    runs = [a.node for a in plan.actions if isinstance(a, poet_jax.Compute)]
+    runs = [a.node for a in plan.actions if isinstance(a, poet_jax.core.Compute)]
     repeated = {v for n in runs if runs.count(n) > 1 for v in graph.nodes[n].writes}
-    paged = {a.value for a in plan.actions if isinstance(a, poet_jax.PageIn)}
+    paged = {a.value for a in plan.actions if isinstance(a, poet_jax.core.PageIn)}
     paged -= {*graph.stored, *graph.landing}
     assert pin == "never_remat" or pinned.isdisjoint(paged)
     assert pin == "never_page" or pinned.isdisjoint(repeated)
@@ -337,7 +338,9 @@ def test_a_plan_in_either_order_is_a_start():
     """With a second for both orders, the planner ends no worse than it starts."""
     step, state, x = large_step()
     jitted = jax.jit(step, donate_argnums=0)
-    graph = poet_jax.order(poet_jax.coarsen(poet_jax.trace(jitted, state, x)))
+    graph = poet_jax.passes.order(
+        poet_jax.passes.coarsen(poet_jax.trace(jitted, state, x))
+    )
     costs = poet_jax.price(graph, poet_jax.devices.JETSON_TX2)
     budget = poet_jax.Budget(peak_bytes(graph, costs) // 2)
     planner = poet_jax.MilpPlanner(time_limit_seconds=1, progress=False)

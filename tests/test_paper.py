@@ -161,7 +161,9 @@ def test_the_solvers_agree_on_the_published_optimum(case):
 @pytest.mark.parametrize("memory_bytes", [1, 9, 10])
 def test_a_function_that_computes_nothing_is_planned_or_refused(memory_bytes):
     """f(x) = x, of 10 bytes."""
-    graph = poet_jax.Graph((poet_jax.Value("x", 10),), (), arguments=(0,), outputs=(0,))
+    graph = poet_jax.Graph(
+        (poet_jax.core.Value("x", 10),), (), arguments=(0,), outputs=(0,)
+    )
     none, one = np.zeros(0), np.zeros(1)
     costs = poet_jax.Costs(none, none, none, np.array([10]), one, one, one, one)
     budget = poet_jax.Budget(memory_bytes)

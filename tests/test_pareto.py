@@ -7,7 +7,7 @@ from strategies import brute_force, graphs
 from toy import OPTIONS, W, X, gradient
 
 import poet_jax
-from poet_jax.planners.judge import keep_everything
+from poet_jax.planners.planner import keep_everything
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from strategies import attempt, budgeted_graphs
 
 import poet_jax
-from poet_jax.plan import (
+from poet_jax.api.schedule import Schedule
+from poet_jax.core.plan import (
     Compute,
     PageIn,
     PageOut,
@@ -20,14 +21,13 @@ from poet_jax.plan import (
     plan_to_dict,
     save_json,
 )
-from poet_jax.schedule import Schedule
 
 
 def chain(count):
     """v0 = n0(), v1 = n1(v0), ... each of 4 bytes; the last is the output."""
-    values = tuple(poet_jax.Value(f"v{i}", 4) for i in range(count))
+    values = tuple(poet_jax.core.Value(f"v{i}", 4) for i in range(count))
     nodes = tuple(
-        poet_jax.Node(f"n{i}", (i - 1,) if i else (), (i,)) for i in range(count)
+        poet_jax.core.Node(f"n{i}", (i - 1,) if i else (), (i,)) for i in range(count)
     )
     return poet_jax.Graph(values, nodes, outputs=(count - 1,))
 
@@ -94,8 +94,8 @@ def test_arguments_are_paged_out_first_and_outputs_paged_in_last():
     graph = dataclasses.replace(
         chain(3),
         nodes=(
-            poet_jax.Node("n1", (0,), (1,)),
-            poet_jax.Node("n2", (1,), (2,)),
+            poet_jax.core.Node("n1", (0,), (1,)),
+            poet_jax.core.Node("n2", (1,), (2,)),
         ),
         arguments=(0,),
         outputs=(1, 2),
@@ -129,9 +129,9 @@ def test_a_plan_of_another_graph_is_refused():
 @pytest.mark.parametrize(
     "change",
     [
-        {"values": (poet_jax.Value("v0", 5), *chain(3).values[1:])},
+        {"values": (poet_jax.core.Value("v0", 5), *chain(3).values[1:])},
         {"outputs": (1, 2)},
-        {"nodes": (*chain(3).nodes[:2], poet_jax.Node("n2", (0,), (2,)))},
+        {"nodes": (*chain(3).nodes[:2], poet_jax.core.Node("n2", (0,), (2,)))},
     ],
 )
 def test_the_fingerprint_follows_what_a_plan_depends_on(change):

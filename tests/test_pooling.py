@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strategies import DEVICE
 
 import poet_jax
-from poet_jax.cpu_kernels import RULES
+from poet_jax.passes.cpu.rules import RULES
 
 
 def pool(image, window, strides, padding, computation=jax.lax.max):
@@ -57,7 +57,7 @@ def pools(draw):
 def test_they_are_the_gradients_of_xla(case):
     fun, image, slope, is_apart = case
     traced = poet_jax.trace(functools.partial(gradient, fun), image, slope)
-    graph = poet_jax.cpu_kernels(traced)
+    graph = poet_jax.passes.cpu_kernels(traced)
     assert graph.is_lowered
     expected = jax.jit(functools.partial(gradient, fun))(image, slope)
     (actual,) = graph(image, slope)
@@ -79,7 +79,7 @@ def test_large_windows_and_windows_over_images_stay_as_they_are(window):
     assert "select_and_scatter_add" in {
         e.primitive.name for node in traced.nodes for e in node.equations
     }
-    assert not poet_jax.cpu_kernels(traced).is_lowered
+    assert not poet_jax.passes.cpu_kernels(traced).is_lowered
 
 
 def test_they_need_less_memory_than_a_scatter():
@@ -88,8 +88,8 @@ def test_they_need_less_memory_than_a_scatter():
 
     image = jax.random.normal(jax.random.key(0), (4, 32, 32, 8))
     others = [rule for rule in RULES if rule.name != "pool_gradient"]
-    *before, last = poet_jax.PASSES
-    assert last is poet_jax.cpu_kernels
+    *before, last = poet_jax.passes.PASSES
+    assert last is poet_jax.passes.cpu_kernels
     needs = []
     for chosen in (last, functools.partial(last, rules=others)):
         scheduled = poet_jax.schedule(
@@ -117,7 +117,7 @@ def test_short_sums_are_the_sums_of_xla(data):
     def fun(array):
         return jax.lax.reduce_sum(array, sorted(axes))
 
-    graph = poet_jax.cpu_kernels(poet_jax.trace(fun, array))
+    graph = poet_jax.passes.cpu_kernels(poet_jax.trace(fun, array))
     count = np.prod([shape[axis] for axis in axes], dtype=int)
     is_short = 1 < count <= 4 and len(shape) - 1 not in axes and dtype is np.float32
     assert graph.is_lowered == is_short
@@ -134,8 +134,8 @@ def test_the_gradient_of_upsampling_needs_no_copy_of_the_image():
     image = jax.random.normal(jax.random.key(0), (4, 32, 32, 8))
     workspaces = []
     for is_changed in (True, False):
-        graph = poet_jax.coarsen(poet_jax.trace(jax.grad(fun), image))
-        graph = poet_jax.cpu_kernels(graph) if is_changed else graph
+        graph = poet_jax.passes.coarsen(poet_jax.trace(jax.grad(fun), image))
+        graph = poet_jax.passes.cpu_kernels(graph) if is_changed else graph
         compiled = (
             jax.jit(lambda image, graph=graph: graph(image)[0]).lower(image).compile()
         )

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from strategies import budgeted_graphs
 
 import poet_jax
-from poet_jax.plan import Compute, PageIn, PageOut
-from poet_jax.planners.greedy import evict
-from poet_jax.postpone import postpone
-from poet_jax.program import moving
+from poet_jax.core.plan import Compute, PageIn, PageOut
+from poet_jax.core.postpone import postpone
+from poet_jax.core.program import moving
+from poet_jax.planners.evict import evict
 
 
 @settings(max_examples=200)
@@ -34,11 +34,11 @@ def test_only_frees_move_and_neither_seconds_nor_the_peak_grow(case, more):
 def paged_out_early():
     """Three nodes of a second; the first result goes to storage for two seconds and
     comes back, at once, for the last."""
-    values = tuple(poet_jax.Value(f"v{i}", 8) for i in range(3))
+    values = tuple(poet_jax.core.Value(f"v{i}", 8) for i in range(3))
     nodes = (
-        poet_jax.Node("n0", (), (0,)),
-        poet_jax.Node("n1", (), (1,)),
-        poet_jax.Node("n2", (0, 1), (2,)),
+        poet_jax.core.Node("n0", (), (0,)),
+        poet_jax.core.Node("n1", (), (1,)),
+        poet_jax.core.Node("n2", (0, 1), (2,)),
     )
     graph = poet_jax.Graph(values, nodes, (), (2,))
     one = np.ones(3)
@@ -63,16 +63,16 @@ def test_a_plan_can_say_where_to_free():
     actions = [
         x
         for row, x in enumerate(late.instructions)
-        if row in late.waiting_frees or not isinstance(x, poet_jax.Free)
+        if row in late.waiting_frees or not isinstance(x, poet_jax.core.Free)
     ]
     plan = poet_jax.Plan(tuple(actions), poet_jax.Status.HEURISTIC, 0, 0, "")
     assert poet_jax.lower(program.graph, plan).instructions == late.instructions
     twice = poet_jax.Plan(
-        (*actions, poet_jax.Free(0)), poet_jax.Status.HEURISTIC, 0, 0, ""
+        (*actions, poet_jax.core.Free(0)), poet_jax.Status.HEURISTIC, 0, 0, ""
     )
     assert poet_jax.lower(program.graph, twice)
     absent = poet_jax.Plan(
-        (poet_jax.Free(0), *actions), poet_jax.Status.HEURISTIC, 0, 0, ""
+        (poet_jax.core.Free(0), *actions), poet_jax.Status.HEURISTIC, 0, 0, ""
     )
     with pytest.raises(poet_jax.PlanInvalid, match="frees 'v0'"):
         poet_jax.lower(program.graph, absent)

@@ -11,11 +11,11 @@ import pytest
 from jax.experimental import io_callback
 
 import poet_jax
-from poet_jax.coarsen import as_node
-from poet_jax.graph import write_instance
-from poet_jax.kernels import workspace_bytes
-from poet_jax.price import node_flops
-from poet_jax.scratch import node_scratch
+from poet_jax.core.costs import node_flops
+from poet_jax.core.graph import write_instance
+from poet_jax.devices.kernels import workspace_bytes
+from poet_jax.passes.cpu.scratch import node_scratch
+from poet_jax.passes.group import as_node
 
 DEVICE = poet_jax.DeviceProfile(
     name="round numbers",
@@ -123,7 +123,7 @@ def conv(x, k):
 
 
 def workspaces(fun, *args):
-    graph = poet_jax.coarsen(poet_jax.trace(fun, *args))
+    graph = poet_jax.passes.coarsen(poet_jax.trace(fun, *args))
     return poet_jax.price(graph, DEVICE).workspace_bytes
 
 
@@ -135,10 +135,10 @@ def test_pricing_compiles_nothing(device):
         if "compile" in name:
             compiled.append(name)
 
-    graph = poet_jax.coarsen(
+    graph = poet_jax.passes.coarsen(
         poet_jax.trace(lambda x, k: jnp.sort(conv(x, k)).sum(), *images(2, 8, 3, 4))
     )
-    graph = poet_jax.cpu_kernels(graph)
+    graph = poet_jax.passes.cpu_kernels(graph)
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         poet_jax.price(graph, device)
@@ -279,7 +279,7 @@ def test_what_needs_data_is_not_run_on_zeros(function):
         y = function(x)
         return jnp.sin(y) @ y, y
 
-    graph = poet_jax.coarsen(poet_jax.trace(fun, ones(64, 64)))
+    graph = poet_jax.passes.coarsen(poet_jax.trace(fun, ones(64, 64)))
     measured = poet_jax.price(graph, DEVICE, measure=True)
     modelled = poet_jax.price(graph, DEVICE)
     (node,) = [n for n, node in enumerate(graph.nodes) if node.needs_data]
@@ -322,9 +322,10 @@ def test_a_profile_that_makes_no_sense_is_refused(wrong):
 
 
 def instance(path, seconds=1.0):
-    values = tuple(poet_jax.Value(f"n{i}", 4 + i) for i in range(3))
+    values = tuple(poet_jax.core.Value(f"n{i}", 4 + i) for i in range(3))
     nodes = tuple(
-        poet_jax.Node(f"n{i}", tuple(range(i)), (i,), backward=i == 2) for i in range(3)
+        poet_jax.core.Node(f"n{i}", tuple(range(i)), (i,), backward=i == 2)
+        for i in range(3)
     )
     row = {
         "seconds": seconds, "joules": 2.0, "page_in_seconds": 3.0,
@@ -345,7 +346,7 @@ def test_an_instance_is_read_as_it_was_written(tmp_path):
     assert not graph.outputs and not graph.arguments
     plan = poet_jax.keep_all(graph, costs, poet_jax.Budget(15))
     with pytest.raises(ValueError, match="instance"):
-        poet_jax.emit(poet_jax.lower(graph, plan))
+        poet_jax.emit.emit(poet_jax.lower(graph, plan))
 
 
 @pytest.mark.parametrize("seconds", [-1.0, math.nan])

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from strategies import HEURISTICS, attempt, budgeted_graphs, solvers
 
 import poet_jax
-from poet_jax.plan import Compute, Free, PageIn, PageOut
-from poet_jax.program import moving
+from poet_jax.core.plan import Compute, Free, PageIn, PageOut
+from poet_jax.core.program import moving
 
 
 def diamond(**options):
@@ -18,12 +18,12 @@ def diamond(**options):
        \\ /
         d
     """
-    values = tuple(poet_jax.Value(name, 4) for name in "abcd")
+    values = tuple(poet_jax.core.Value(name, 4) for name in "abcd")
     nodes = (
-        poet_jax.Node("a", (), (0,), **options),
-        poet_jax.Node("b", (0,), (1,)),
-        poet_jax.Node("c", (0,), (2,)),
-        poet_jax.Node("d", (1, 2), (3,)),
+        poet_jax.core.Node("a", (), (0,), **options),
+        poet_jax.core.Node("b", (0,), (1,)),
+        poet_jax.core.Node("c", (0,), (2,)),
+        poet_jax.core.Node("d", (1, 2), (3,)),
     )
     return poet_jax.Graph(values, nodes, outputs=(3,))
 
@@ -79,10 +79,10 @@ def test_a_value_that_comes_back_is_freed_before():
 
 
 def test_arguments_that_the_caller_keeps_are_never_freed():
-    values = tuple(poet_jax.Value(name, 4) for name in "xyz")
+    values = tuple(poet_jax.core.Value(name, 4) for name in "xyz")
     graph = poet_jax.Graph(
         values,
-        (poet_jax.Node("z", (0, 1), (2,)),),
+        (poet_jax.core.Node("z", (0, 1), (2,)),),
         arguments=(0, 1),
         outputs=(2,),
         donated=frozenset({1}),
@@ -109,7 +109,8 @@ def test_a_plan_that_cannot_run_is_refused(actions, problem):
 
 def test_a_prng_key_is_not_paged():
     graph = poet_jax.Graph(
-        (poet_jax.Value("key", 8, pageable=False),), (poet_jax.Node("key", (), (0,)),)
+        (poet_jax.core.Value("key", 8, pageable=False),),
+        (poet_jax.core.Node("key", (), (0,)),),
     )
     with pytest.raises(poet_jax.PlanInvalid, match="PRNG key"):
         poet_jax.lower(graph, plan(Compute(0), PageOut(0)))

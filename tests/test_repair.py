@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from strategies import brute_force, graphs
 
 import poet_jax
-from poet_jax.plan import Stages
-from poet_jax.planners.greedy import Life, evict
-from poet_jax.planners.judge import judge, keep_everything
+from poet_jax.core.plan import Stages
+from poet_jax.planners.evict import Life, evict
+from poet_jax.planners.planner import judge, keep_everything
 from poet_jax.planners.repair import evictions, refill
 
 
@@ -113,11 +113,11 @@ def test_the_planner_starts_from_a_plan_that_is_given():
 
 def chain():
     """Six values of a byte each, read again in reverse."""
-    values = tuple(poet_jax.Value(f"v{i}", 1) for i in range(12))
+    values = tuple(poet_jax.core.Value(f"v{i}", 1) for i in range(12))
     nodes = tuple(
-        poet_jax.Node(f"f{i}", (i - 1,) if i else (), (i,)) for i in range(6)
+        poet_jax.core.Node(f"f{i}", (i - 1,) if i else (), (i,)) for i in range(6)
     ) + tuple(
-        poet_jax.Node(f"b{i}", (6 + i - 1, 5 - i) if i else (5,), (6 + i,))
+        poet_jax.core.Node(f"b{i}", (6 + i - 1, 5 - i) if i else (5,), (6 + i,))
         for i in range(6)
     )
     graph = poet_jax.Graph(values, nodes, outputs=(11,))

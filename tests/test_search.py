@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 import poet_jax
-from poet_jax.planners.judge import keep_everything
+from poet_jax.planners.planner import keep_everything
 from poet_jax.update import contributions, evolve, search
 
 DEVICE = poet_jax.devices.RASPBERRY_PI_4

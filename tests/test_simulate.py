@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from strategies import HEURISTICS, attempt, budgeted_graphs, solvers
 
 import poet_jax
-from poet_jax.in_place import replaceable
-from poet_jax.plan import Compute, Free, PageIn, PageOut
-from poet_jax.simulate import alive_at_peak
+from poet_jax.core.in_place import replaceable
+from poet_jax.core.plan import Compute, Free, PageIn, PageOut
+from poet_jax.core.simulate import alive_at_peak
 
 
 def case(seconds=(2, 3, 1), out=4, back=5, **options):
@@ -21,11 +21,13 @@ def case(seconds=(2, 3, 1), out=4, back=5, **options):
      \\_________/
     """
     graph = poet_jax.Graph(
-        tuple(poet_jax.Value(n, size) for n, size in (("a", 8), ("b", 4), ("c", 2))),
+        tuple(
+            poet_jax.core.Value(n, size) for n, size in (("a", 8), ("b", 4), ("c", 2))
+        ),
         (
-            poet_jax.Node("a", (), (0,)),
-            poet_jax.Node("b", (0,), (1,)),
-            poet_jax.Node("c", (0, 1), (2,)),
+            poet_jax.core.Node("a", (), (0,)),
+            poet_jax.core.Node("b", (0,), (1,)),
+            poet_jax.core.Node("c", (0, 1), (2,)),
         ),
         outputs=(2,),
     )
@@ -85,11 +87,11 @@ def test_a_page_in_issued_earlier_overlaps_compute():
     graph, costs = case()
     graph = dataclasses.replace(
         graph,
-        values=(*graph.values, poet_jax.Value("m", 1)),
+        values=(*graph.values, poet_jax.core.Value("m", 1)),
         nodes=(
             *graph.nodes[:2],
-            poet_jax.Node("m", (1,), (3,)),
-            poet_jax.Node("c", (0, 3), (2,)),
+            poet_jax.core.Node("m", (1,), (3,)),
+            poet_jax.core.Node("c", (0, 3), (2,)),
         ),
     )
     costs = dataclasses.replace(
@@ -134,8 +136,10 @@ def test_rerunning_costs_the_node_again():
 
 def test_every_argument_and_output_is_alive_throughout():
     graph = poet_jax.Graph(
-        tuple(poet_jax.Value(n, size) for n, size in (("x", 5), ("y", 7), ("z", 1))),
-        (poet_jax.Node("z", (0,), (2,)),),
+        tuple(
+            poet_jax.core.Value(n, size) for n, size in (("x", 5), ("y", 7), ("z", 1))
+        ),
+        (poet_jax.core.Node("z", (0,), (2,)),),
         arguments=(0, 1),
         outputs=(2, 2),
         donated=frozenset({1}),

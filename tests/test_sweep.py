@@ -11,8 +11,8 @@ from strategies import attempt, budgeted_graphs
 import poet_jax
 from experiments import baselines, points
 from experiments.steps import read_rows
-from poet_jax.graph import write_instance
-from poet_jax.planners.judge import fits
+from poet_jax.core.graph import write_instance
+from poet_jax.planners.planner import fits
 
 
 @settings(max_examples=20)
@@ -87,10 +87,10 @@ def test_published_rules_are_judged_by_the_simulator(tmp_path):
     """a, b, c of which c reads both: a is paged while b runs, which the published rules
     take for free, and the deadline leaves no time for."""
     sizes = (40, 100, 10)
-    values = tuple(poet_jax.Value(x, n) for x, n in zip("abc", sizes, strict=True))
+    values = tuple(poet_jax.core.Value(x, n) for x, n in zip("abc", sizes, strict=True))
     nodes = (
-        poet_jax.Node("a", (), (0,)), poet_jax.Node("b", (), (1,)),
-        poet_jax.Node("c", (0, 1), (2,)),
+        poet_jax.core.Node("a", (), (0,)), poet_jax.core.Node("b", (), (1,)),
+        poet_jax.core.Node("c", (0, 1), (2,)),
     )  # fmt: skip
     cost = {
         "seconds": 1.0, "joules": 1.0, "page_in_seconds": 1.0, "page_out_seconds": 1.0,

@@ -218,8 +218,11 @@ def test_it_gives_what_jit_gives(name):
     fun, args = CASES[name]
     expected = jax.jit(fun)(*args)
     fine = poet_jax.trace(fun, *args)
-    coarse = poet_jax.order(poet_jax.coarsen(fine))
-    for graph, planner in ((fine, poet_jax.greedy), (coarse, poet_jax.paging_only)):
+    coarse = poet_jax.passes.order(poet_jax.passes.coarsen(fine))
+    for graph, planner in (
+        (fine, poet_jax.greedy),
+        (coarse, poet_jax.planners.paging_only),
+    ):
         assert_same(run(leanest(planner, graph), args), expected)
 
 
@@ -345,8 +348,11 @@ def test_effects_happen_once_and_in_order():
     once = list(seen)
     assert [name for name, _ in once] == ["first", "second"]
     fine = poet_jax.trace(fun, w, w)
-    coarse = poet_jax.order(poet_jax.coarsen(fine))
-    for graph, planner in ((fine, poet_jax.greedy), (coarse, poet_jax.paging_only)):
+    coarse = poet_jax.passes.order(poet_jax.passes.coarsen(fine))
+    for graph, planner in (
+        (fine, poet_jax.greedy),
+        (coarse, poet_jax.planners.paging_only),
+    ):
         assert sum(not node.repeatable for node in graph.nodes) == 2
         seen.clear()
         assert_same(run(leanest(planner, graph), (w, w)), expected)

@@ -12,7 +12,7 @@ import pytest
 from toy import OPTIONS, STAGES, W, X, gradient, loss, schedule
 
 import poet_jax
-from poet_jax.plan import Compute
+from poet_jax.core.plan import Compute
 
 BUDGETS = ["1GiB", "75%"]  # nothing is repeated or paged, and something is
 
@@ -197,7 +197,7 @@ def test_weak_types_survive_a_budget_that_only_paging_can_meet():
 
     x, m = jnp.broadcast_to(0.5, 64), jnp.ones((64, 64))
     assert x.weak_type
-    scheduled = tight(fun, x, m, planner=poet_jax.paging_only)
+    scheduled = tight(fun, x, m, planner=poet_jax.planners.paging_only)
     assert_same(scheduled(x, m), jax.jit(fun)(x, m))
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from poet_jax.units import (
+from poet_jax.core.units import (
     format_bytes,
     format_joules,
     format_seconds,

@@ -7,8 +7,10 @@ has had to choose.
 import pathlib
 from typing import Any
 
-from poet_jax.device import DeviceProfile
+from poet_jax.core.device import DeviceProfile
 from poet_jax.devices import paper as paper
+from poet_jax.devices.machine import host_path as host_path
+from poet_jax.devices.node_costs import write_node_costs as write_node_costs
 
 _FOLDER = pathlib.Path(__file__).parent
 

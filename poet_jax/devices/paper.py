@@ -9,7 +9,7 @@ code stops there, and it is not here.
 import dataclasses
 import pathlib
 
-from poet_jax.device import DeviceProfile
+from poet_jax.core.device import DeviceProfile
 
 _FOLDER = pathlib.Path(__file__).parent
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from poet_jax.graph import Node
+from poet_jax.core.graph import Node
 
 
 def apart(

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from poet_jax.convolution import canonical_convolution
-from poet_jax.graph import Equation, Node
+from poet_jax.core.graph import Equation, Node
+from poet_jax.passes.cpu.convolution import canonical_convolution
 
 
 def apart(

@@ -8,10 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from poet_jax.core.plan import Free, PageIn, PageOut
+from poet_jax.core.program import Program
 from poet_jax.emit import accelerator, cpu
 from poet_jax.emit.stages import Stage, Step, cut
-from poet_jax.plan import Free, PageIn, PageOut
-from poet_jax.program import Program
 from poet_jax.stores import library
 from poet_jax.stores.paged import block_bytes
 

@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from poet_jax.graph import Graph
-from poet_jax.plan import Compute, Free, PageIn, PageOut
-from poet_jax.price import Costs
-from poet_jax.program import Program
+from poet_jax.core.costs import Costs
+from poet_jax.core.graph import Graph
+from poet_jax.core.plan import Compute, Free, PageIn, PageOut
+from poet_jax.core.program import Program
 
 
 @dataclasses.dataclass(frozen=True)

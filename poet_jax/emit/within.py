@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
+from poet_jax.core.costs import Costs
+from poet_jax.core.errors import BudgetTooSmall
+from poet_jax.core.graph import Graph, Value
+from poet_jax.core.plan import Budget, Free, Plan, Planner
+from poet_jax.core.program import Program, lower
+from poet_jax.core.units import format_bytes
 from poet_jax.emit.stages import Step, cut
-from poet_jax.errors import BudgetTooSmall
-from poet_jax.graph import Graph, Value
-from poet_jax.plan import Budget, Free, Plan, Planner
-from poet_jax.planners.judge import budget_too_small, judge_plan, keep_everything
-from poet_jax.price import Costs
-from poet_jax.program import Program, lower
-from poet_jax.units import format_bytes
+from poet_jax.planners.planner import budget_too_small, judge_plan, keep_everything
 
 logger = logging.getLogger("poet_jax")
 

@@ -11,9 +11,11 @@ import time
 
 import numpy as np
 
-from poet_jax.graph import Graph
-from poet_jax.plan import Budget, Plan, Stages, Status
-from poet_jax.planners.judge import (
+from poet_jax.core.costs import Costs
+from poet_jax.core.graph import Graph
+from poet_jax.core.plan import Budget, Plan, Stages, Status
+from poet_jax.planners.milp.solver import Model, check_solver, xsum
+from poet_jax.planners.planner import (
     budget_too_small,
     fits,
     judge,
@@ -21,8 +23,6 @@ from poet_jax.planners.judge import (
     least_objective,
     prefetch,
 )
-from poet_jax.planners.solver import Model, check_solver, xsum
-from poet_jax.price import Costs
 
 
 @dataclasses.dataclass(frozen=True)

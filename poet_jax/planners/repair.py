@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from poet_jax.plan import Budget, Compute, PageIn
-from poet_jax.planners.greedy import Eviction, Life
-from poet_jax.planners.judge import Judged, fits, judge, objective_of
-from poet_jax.price import Costs
+from poet_jax.core.costs import Costs
+from poet_jax.core.plan import Budget, Compute, PageIn
+from poet_jax.planners.evict import Eviction, Life
+from poet_jax.planners.planner import Judged, fits, judge, objective_of
 
 
 def evictions(

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from poet_jax.errors import PageStoreError
+from poet_jax.core.errors import PageStoreError
 
 _SOURCE = pathlib.Path(__file__).with_name("pages.cc")
 _OPTIONS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-pthread")

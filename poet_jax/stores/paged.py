@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import poet_jax.stores.library as library
-from poet_jax.errors import PageStoreError
-from poet_jax.graph import Graph, Place
+from poet_jax.core.errors import PageStoreError
+from poet_jax.core.graph import Graph, Place
 from poet_jax.stores.store import SECTOR_BYTES, Store
 
 # Larger arrays are kept in blocks of rows of about this size, which a step can take one

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Iterator
 from typing import IO
 
-from poet_jax.errors import PageStoreError
+from poet_jax.core.errors import PageStoreError
 
 logger = logging.getLogger("poet_jax")
 

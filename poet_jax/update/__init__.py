@@ -9,7 +9,7 @@ from poet_jax.update.scheme import (
     lora,
     parse_update,
 )
-from poet_jax.update.search import Found, contributions, evolve, search
+from poet_jax.update.selection import Found, contributions, evolve, search
 
 __all__ = [
     "Found",

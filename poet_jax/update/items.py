@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 
 import jax
 
-from poet_jax.graph import Graph, renumber
-from poet_jax.part import Part
-from poet_jax.plan import parse_budget
-from poet_jax.planners.choice import Choice
-from poet_jax.planners.judge import keep_everything
-from poet_jax.price import Costs
-from poet_jax.schedule import Schedule, make_schedule
-from poet_jax.trace import path_name, without_dead_code
-from poet_jax.transform import Scheduled
+from poet_jax.api.schedule import Schedule, make_schedule
+from poet_jax.api.transform import Scheduled
+from poet_jax.core.costs import Costs
+from poet_jax.core.graph import Graph, renumber
+from poet_jax.core.plan import parse_budget
+from poet_jax.core.trace import path_name, without_dead_code
+from poet_jax.planners.milp.choice import Choice
+from poet_jax.planners.planner import keep_everything
+from poet_jax.update.part import Part
 from poet_jax.update.scheme import Update, matches
 
 NEVER = -1  # the item of what gains nothing

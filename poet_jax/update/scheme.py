@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax.blocks import first_uses, numbered_blocks
-from poet_jax.part import Adapter, Part, named
+from poet_jax.update.blocks import first_uses, numbered_blocks
+from poet_jax.update.part import Adapter, Part, named
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""What a user calls, and what they get."""

@@ -1,0 +1,49 @@
+"""State on storage: made there without ever being in RAM as a whole."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from poet_jax.core.plan import Stages
+from poet_jax.core.program import lower_actions
+from poet_jax.core.trace import trace
+from poet_jax.emit import emit
+from poet_jax.emit.executor import PagedStep
+from poet_jax.passes.group import coarsen
+from poet_jax.passes.reorder import order
+from poet_jax.stores.paged import SMALL_BYTES, PagedArray, land
+from poet_jax.stores.store import Store
+
+
+def init_paged(
+    init_fn: Callable, store: Store, *args: Any, min_bytes: int = SMALL_BYTES
+) -> Any:
+    """`init_fn(*args)` with its large results in `store`, each as a `PagedArray`.
+
+    Every result is computed, written to the store and freed before the next, so RAM
+    holds about the largest of them with what it is made from, not the state. Results
+    of fewer than `min_bytes` are ordinary arrays. Raises CannotTrace, and
+    PageStoreError if the store is full.
+    """
+    graph = land(order(coarsen(trace(init_fn, *args))), min_bytes)
+    program = lower_actions(graph, Stages.empty(graph).actions(graph))
+    step = PagedStep(emit(program), store)
+    return step(*args)
+
+
+def to_storage(state: Any, store: Store, min_bytes: int = SMALL_BYTES) -> Any:
+    """`state`, a pytree of arrays, with those of at least `min_bytes` in `store`.
+
+    Typed PRNG keys stay in RAM. Raises PageStoreError if the store is full.
+    """
+
+    def move(path, leaf):
+        if isinstance(leaf, PagedArray) or getattr(leaf, "nbytes", 0) < min_bytes:
+            return leaf
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.extended):
+            return leaf
+        return PagedArray.of(leaf, store, jax.tree_util.keystr(path))
+
+    return jax.tree_util.tree_map_with_path(move, state)

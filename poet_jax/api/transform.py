@@ -1,0 +1,393 @@
+"""The transformation: `schedule` a function within a budget, as `jax.jit` compiles
+it."""
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import math
+import os
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.core import Tracer, eval_context
+from jax.extend.core import get_opaque_trace_state
+
+from poet_jax.api.arguments import StaticArguments, difference
+from poet_jax.api.cache import PlanCache
+from poet_jax.api.effects import Effects, effects
+from poet_jax.api.pareto import Front, pareto
+from poet_jax.api.schedule import Schedule, make_schedule
+from poet_jax.core.costs import Costs
+from poet_jax.core.device import DeviceProfile
+from poet_jax.core.errors import BudgetTooSmall, CannotTrace, ClosesOverTracer
+from poet_jax.core.graph import Graph, map_equations
+from poet_jax.core.plan import BudgetLike, Planner, parse_budget
+from poet_jax.core.program import Program
+from poet_jax.core.trace import trace
+from poet_jax.devices.machine import host, on_cpu, paging_problem
+from poet_jax.devices.price import price
+from poet_jax.emit import emit
+from poet_jax.emit.executor import HostExecutor, PagedStep, Run, Step
+from poet_jax.passes import PASSES, Pass
+from poet_jax.passes.cpu.scratch import node_scratch
+from poet_jax.planners.milp.search import MilpPlanner
+from poet_jax.stores.paged import PagedArray, at_home
+
+logger = logging.getLogger("poet_jax")
+
+# Rewritten operations that save this share of the modelled seconds are worth more than
+# XLA's freedom to fuse and reorder the whole step.
+SAVED = 0.1
+
+
+class Scheduled:
+    """A function that runs within a budget; made by `schedule`.
+
+    Like the result of `jax.jit`, it is traced and planned at the first call, and again
+    when the structure, shapes, dtypes, static arguments or settings of JAX change.
+    Under an outer JAX transformation, and where jit is disabled, it is the plain jitted
+    function.
+    """
+
+    def __init__(
+        self,
+        fun: Callable,
+        budget: BudgetLike,
+        *,
+        device: DeviceProfile | None,
+        planner: Planner | None,
+        executor: HostExecutor | None,
+        plan_cache: str | os.PathLike | None,
+        passes: Sequence[Pass] = PASSES,
+        **jit_options: Any,
+    ):
+        functools.update_wrapper(self, fun)
+        _check_options(device, planner, executor)
+        self._name = getattr(fun, "__name__", type(fun).__name__)
+        self._fun = fun
+        parse_budget(budget)
+        self.budget = budget
+        self.device = device
+        self.planner = planner if planner is not None else MilpPlanner()
+        self.executor = executor if executor is not None else HostExecutor()
+        self.passes = tuple(passes)
+        self._cache = None if plan_cache is None else PlanCache(plan_cache)
+        # An option that is given, even if empty, keeps jax.jit from inferring it.
+        self._jit_options = {
+            name: x for name, x in jit_options.items() if x not in ((), [])
+        }
+        self._jitted = jax.jit(fun, **self._jit_options)
+        self._static = StaticArguments(fun, **jit_options)
+        self._schedules: dict[Any, Schedule] = {}
+        self._latest: Any = None
+        self._step: Step | PagedStep | None = None  # of the latest call
+
+    @property
+    def store_bytes(self) -> float:
+        """Room on the device's storage."""
+        return math.inf if self.device is None else self.device.store_bytes
+
+    @property
+    def last_run(self) -> Run | None:
+        """What the latest call measured; None before the first."""
+        return None if self._step is None else self._step.last_run
+
+    def plan(self, *args: Any, **kwargs: Any) -> Schedule:
+        """The schedule for arguments like these: arrays or `jax.ShapeDtypeStruct`s.
+
+        The function does not run and its arguments are not allocated; the step is
+        compiled, as only then it is known to fit. Raises CannotTrace and
+        BudgetTooSmall.
+        """
+        return self._plan(self._static.key(args, kwargs), args, kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Schedule:
+        """As `plan`: the name that `jax.jit(fun).lower(*args).compile()` has."""
+        return self.plan(*args, **kwargs)
+
+    def pareto(
+        self, *args: Any, budgets: Iterable[BudgetLike] | None = None, **kwargs: Any
+    ) -> Front:
+        """What each of several budgets would cost for arguments like these.
+
+        As `poet_jax.pareto`; nothing runs, as in `plan`.
+        """
+        graph, costs = self.priced(self._traced(args, kwargs))
+        return pareto(graph, costs, budgets, self.planner, self.store_bytes)
+
+    def effects(self, *args: Any, **kwargs: Any) -> Effects:
+        """What each pass makes of the graph for arguments like these: prints as a
+        table.
+
+        As `poet_jax.api.effects.effects`, which also says what that takes; nothing
+        runs, as in `plan`.
+        """
+        graph = self._traced(args, kwargs)
+        with eval_context():
+            return effects(graph, self.passes, self.device or host())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        step = self._step
+        # Nothing more here: steps may take a millisecond. jax.jit knows for what
+        # arguments it has compiled, and traces for any others.
+        if type(step) is Step and not _is_tracing():
+            with contextlib.suppress(_NotPlanned):
+                return step(*args, **kwargs)
+        traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
+        if traced or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return self._jitted(*args, **kwargs)
+        try:
+            return self._run(args, kwargs)
+        except ClosesOverTracer:
+            return self._jitted(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Bind as a method, as functions do."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def _run(self, args, kwargs) -> Any:
+        key = self._static.key(args, kwargs)
+        step = self._plan(key, args, kwargs).step
+        assert step is not None
+        self._latest = key
+        self._step = step
+        if isinstance(step, PagedStep):
+            args, kwargs = self._static.remove(args, kwargs)
+        with contextlib.ExitStack() as stack:
+            # Not always: jit would keep an entry for that, too, and look through both
+            # from then on, which was seen to make 2 % of a step of 0.4 ms.
+            if _is_tracing():
+                stack.enter_context(eval_context())
+            return step(*args, **kwargs)
+
+    def _plan(self, key, args, kwargs) -> Schedule:
+        if key not in self._schedules:
+            reason = difference(self._latest, key)
+            if reason:
+                logger.warning("planning %s again: %s", self._name, reason)
+            jitted = self._jitted_for(key, self._fun)
+            traced = self._traced(args, kwargs, reason, jitted)
+            graph, costs = self.priced(traced)
+            scratch, scratch_bytes = _scratch(graph)
+
+            def whole() -> Step:
+                own_bytes = _scratch(traced)[1]
+                return Step(jitted, args, kwargs, graph, scratch_bytes=own_bytes)
+
+            def build(program: Program, steps: Sequence[Any]) -> Step | PagedStep:
+                emitted = emit(program, steps=steps, trace=self.executor.trace)
+                if emitted.records or graph.stored:
+                    return PagedStep(emitted, self.executor.store, scratch_bytes)
+
+                def within(*args: Any, **kwargs: Any) -> Any:
+                    results = emitted(*self._leaves(args, kwargs))
+                    return jax.tree.unflatten(graph.out_tree, results)
+
+                return Step(
+                    self._jitted_for(key, within),
+                    args,
+                    kwargs,
+                    graph,
+                    scratch_bytes=scratch_bytes,
+                    recomputed=program.recomputed,
+                )
+
+            problem = paging_problem()
+            with eval_context(), _noting(problem):
+                self._schedules[key] = make_schedule(
+                    graph,
+                    costs,
+                    self.budget,
+                    self.planner,
+                    build,
+                    None if graph.stored else whole,
+                    scratch,
+                    0 if problem else self.store_bytes,
+                    in_stages=self.executor.trace,
+                    is_rewritten=_is_faster(graph, costs, self.device or host()),
+                    cache=self._cache,
+                )
+            self._latest = key
+        return self._schedules[key]
+
+    def _jitted_for(self, key: Any, fun: Callable) -> Any:
+        """`jax.jit` of `fun`, which has this function's signature, for calls with one
+        key only."""
+
+        @functools.wraps(self._fun)
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            if self._static.key(args, kwargs) != key:
+                raise _NotPlanned
+            return fun(*args, **kwargs)
+
+        return jax.jit(traced, **self._jit_options)
+
+    def _leaves(self, args, kwargs) -> list[Any]:
+        return jax.tree.leaves(self._static.remove(args, kwargs))
+
+    def traced(self, *args: Any, **kwargs: Any) -> Graph:
+        """The graph for arguments like these, of single equations, before any pass.
+
+        Raises CannotTrace.
+        """
+        return self._traced(args, kwargs)
+
+    def priced(self, graph: Graph) -> tuple[Graph, Costs]:
+        """What the passes make of a graph of single equations, and its costs."""
+        for change in self.passes:
+            graph = change(graph)
+        with eval_context():
+            return graph, price(graph, self.device or host())
+
+    def _traced(self, args, kwargs, reason: str = "", jitted: Any = None) -> Graph:
+        leaves = self._leaves(args, kwargs)
+        paged = [n for n, x in enumerate(leaves) if isinstance(x, PagedArray)]
+        try:
+            if paged:
+                args, kwargs = jax.tree.map(_shape_of_paged, (args, kwargs))
+                jitted = None
+            graph = trace(jitted or self._jitted, *args, **kwargs)
+        except CannotTrace as error:
+            if not reason or isinstance(error, ClosesOverTracer):
+                raise
+            raise CannotTrace(
+                f"{error} What changed since the last call: {reason}."
+            ) from error
+        if not paged:
+            return graph
+        return at_home(graph, paged)
+
+
+def _check_options(device: Any, planner: Any, executor: Any) -> None:
+    """Raises TypeError for a name where an object is expected."""
+    for name, given, kind, right, example in (
+        ("device", device, "DeviceProfile", isinstance(device, DeviceProfile),
+         "poet_jax.devices.RASPBERRY_PI_4"),
+        ("planner", planner, "planner", callable(planner), "poet_jax.MilpPlanner()"),
+        ("executor", executor, "HostExecutor", isinstance(executor, HostExecutor),
+         "poet_jax.HostExecutor()"),
+    ):  # fmt: skip
+        if given is not None and not right:
+            raise TypeError(
+                f"A step was asked for with {name}={given!r}. What it takes is an "
+                f"object, a {kind}. Type for example {name}={example}."
+            )
+
+
+def _is_faster(graph: Graph, costs: Costs, device: DeviceProfile) -> bool:
+    """Whether passes rewrote operations, and that saves a share of `SAVED` or more."""
+    if graph.rewritten or not graph.is_lowered:
+        return graph.rewritten
+    traced = map_equations(graph, lambda e: dataclasses.replace(e, lowering=None))
+    return costs.seconds.sum() <= (1 - SAVED) * price(traced, device).seconds.sum()
+
+
+def _scratch(graph: Graph) -> tuple[list[int], int]:
+    """What libraries allocate for each node without XLA's knowledge, and the most."""
+    scratch = [node_scratch(node) if on_cpu() else 0 for node in graph.nodes]
+    return scratch, max(scratch, default=0)
+
+
+@contextlib.contextmanager
+def _noting(problem: str) -> Iterator[None]:
+    """Add to a BudgetTooSmall that nothing could be paged, if there is a `problem`."""
+    try:
+        yield
+    except BudgetTooSmall as error:
+        if problem:
+            error.add_note(f"No value was paged. {problem}")
+        raise
+
+
+class _NotPlanned(Exception):
+    """A step was given other arguments than it was planned for."""
+
+
+_NO_TRACE = get_opaque_trace_state()
+
+
+def _is_tracing() -> bool:
+    """Whether this thread is in the midst of another function's trace."""
+    return get_opaque_trace_state() != _NO_TRACE
+
+
+def _shape_of_paged(leaf: Any) -> Any:
+    if isinstance(leaf, PagedArray):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return leaf
+
+
+def schedule(
+    fun: Callable | None = None,
+    budget: BudgetLike | None = None,
+    *,
+    device: DeviceProfile | None = None,
+    planner: Planner | None = None,
+    executor: HostExecutor | None = None,
+    plan_cache: str | os.PathLike | None = None,
+    passes: Sequence[Pass] = PASSES,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    donate_argnums: int | Iterable[int] = (),
+) -> Any:
+    """Run `fun` within a memory budget: a drop-in for `jax.jit`, also as a decorator.
+
+    Args:
+      fun: any function that JAX can trace.
+      budget: a `Budget`, a number of bytes, `"64MiB"`, or `"30%"` of what the step
+        needs when everything is kept: as planned, or by XLA's own count if that is
+        more.
+      device: prices the plan; this machine, calibrated, by default.
+      planner: `MilpPlanner()` by default.
+      executor: `HostExecutor()` by default.
+      plan_cache: a folder for plans, so that a later start of the
+        same job plans nothing; see `cache.PlanCache`.
+      passes: what is done to the graph of single equations, in turn. By default
+        `narrow` (a slice of a product becomes the product of a slice), `associate`
+        (products with thin matrices in the cheap order), `fold` (frozen scales go into
+        frozen kernels), `coarsen` (what XLA would fuse becomes one node), `recompute`
+        (what the backward pass reads of a light node is computed there again),
+        `stream` (large updates of state on storage go block by block), `order` (nodes
+        free early), and `cpu_kernels` (operations in forms that XLA's CPU backend
+        computes fast and in little memory). `passes=()` leaves the graph as it was
+        traced, one equation per node; `Scheduled.effects` shows what each does.
+      static_argnums, static_argnames, donate_argnums: as for `jax.jit`.
+
+    Returns a `Scheduled`; its call raises BudgetTooSmall, CannotTrace, PageStoreError.
+    Raises ValueError for a budget that cannot be read.
+    """
+    options: dict[str, Any] = dict(
+        device=device,
+        planner=planner,
+        executor=executor,
+        plan_cache=plan_cache,
+        passes=passes,
+        static_argnums=static_argnums,
+        static_argnames=static_argnames,
+        donate_argnums=donate_argnums,
+    )
+    if not callable(fun):
+        given = fun if budget is None else budget
+        return functools.partial(schedule, budget=given, **options)
+    if budget is None:
+        raise ValueError(
+            "schedule was called without a budget. It needs one: bytes, a size, a "
+            'percentage or a Budget. Type schedule(fun, "64MiB").'
+        )
+    return Scheduled(fun, budget, **options)
+
+
+def value_and_grad(
+    fun: Callable,
+    budget: BudgetLike,
+    argnums: int | Sequence[int] = 0,
+    has_aux: bool = False,
+    **schedule_options: Any,
+) -> Scheduled:
+    """`jax.value_and_grad(fun, argnums, has_aux)` within a budget; see `schedule`."""
+    return schedule(
+        jax.value_and_grad(fun, argnums, has_aux), budget, **schedule_options
+    )

@@ -1,0 +1,37 @@
+"""Data and laws: graphs, costs, plans, programs, and what these use."""
+
+from poet_jax.core.costs import Costs, load_instance
+from poet_jax.core.device import DeviceProfile
+from poet_jax.core.graph import Graph, Node, Value
+from poet_jax.core.plan import (
+    Budget,
+    Compute,
+    Free,
+    PageIn,
+    PageOut,
+    Plan,
+    Stages,
+    Status,
+)
+from poet_jax.core.program import Program, lower
+from poet_jax.core.simulate import Usage
+
+__all__ = [
+    "Budget",
+    "Compute",
+    "Costs",
+    "DeviceProfile",
+    "Free",
+    "Graph",
+    "Node",
+    "PageIn",
+    "PageOut",
+    "Plan",
+    "Program",
+    "Stages",
+    "Status",
+    "Usage",
+    "Value",
+    "load_instance",
+    "lower",
+]

@@ -1,0 +1,171 @@
+"""What computing and moving things costs: `Costs`, and the FLOPs of a node."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from poet_jax.core.device import DeviceProfile
+from poet_jax.core.graph import Equation, Graph, Node, read_instance, unrolled
+from poet_jax.core.units import format_joules, format_seconds
+
+_OF_NODES = ("seconds", "joules", "workspace_bytes")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Costs:
+    """What computing and moving things costs; N nodes, V values.
+
+    Attributes:
+      seconds, joules: [N] of one run of each node; joules over idle.
+      workspace_bytes: [N] allocated while the node runs, beside operands and results.
+      nbytes: [V] of each value in RAM and on storage.
+      page_in_seconds, page_out_seconds, page_in_joules, page_out_joules: [V].
+      static_watts: drawn for as long as the step takes.
+      contention: share of compute's speed that a transfer takes while it lasts.
+
+    Raises ValueError for a cost that is negative, infinite or NaN, and for a contention
+    of 1 or more.
+    """
+
+    seconds: np.ndarray
+    joules: np.ndarray
+    workspace_bytes: np.ndarray
+    nbytes: np.ndarray
+    page_in_seconds: np.ndarray
+    page_out_seconds: np.ndarray
+    page_in_joules: np.ndarray
+    page_out_joules: np.ndarray
+    static_watts: float = 0.0
+    contention: float = 0.0
+
+    def __post_init__(self):
+        if self.contention >= 1:
+            raise ValueError(
+                f"Costs were given contention={self.contention}, which leaves compute "
+                "nothing while a transfer lasts. A share is at least 0 and below 1. "
+                "Correct that entry."
+            )
+        for name, costs in vars(self).items():
+            wrong = np.flatnonzero(~((np.asarray(costs) >= 0) & np.isfinite(costs)))
+            if wrong.size:
+                number = int(wrong[0])
+                kind = "node" if name in _OF_NODES else "value"
+                where = f"{kind} {number}" if np.ndim(costs) else "the step"
+                cost = np.ravel(costs)[number]
+                raise ValueError(
+                    f"Costs were given {name}={cost} for {where}. A cost is a finite, "
+                    "non-negative number in SI units. Correct that entry."
+                )
+
+    def of(self, nodes: Sequence[int], values: Sequence[int]) -> "Costs":
+        """Of some of the nodes and values, in this order."""
+        parts = {
+            name: np.asarray(costs)[list(nodes if name in _OF_NODES else values)]
+            for name, costs in vars(self).items()
+            if np.ndim(costs)
+        }
+        return dataclasses.replace(self, **parts)
+
+    def __str__(self) -> str:
+        return (
+            f"costs of {len(self.seconds)} nodes, each run once: "
+            f"{format_seconds(self.seconds.sum())}, "
+            f"{format_joules(self.joules.sum())} and {self.static_watts:g} W throughout"
+        )
+
+
+def costs_to_dict(costs: Costs) -> dict[str, Any]:
+    """Everything that `costs_from_dict` needs, as JSON types."""
+    return {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in vars(costs).items()
+    }
+
+
+def costs_from_dict(data: dict[str, Any]) -> Costs:
+    """The costs that `costs_to_dict` wrote."""
+    columns: dict[str, Any] = {
+        name: np.array(value) if isinstance(value, list) else value
+        for name, value in data.items()
+    }
+    return Costs(**columns)
+
+
+def load_instance(path: str | os.PathLike) -> tuple[Graph, Costs]:
+    """A planner instance from JSON: a graph that did not come from a jaxpr, with costs.
+
+    `graph.read_instance` gives the format. Raises ValueError for a cost that is
+    negative or not a number.
+    """
+    graph, rows = read_instance(path)
+
+    def column(name: str) -> np.ndarray:
+        for row in rows:
+            cost = row.get(name)
+            if not (isinstance(cost, int | float) and 0 <= cost < float("inf")):
+                raise ValueError(
+                    f"{os.fspath(path)} gives node {row['name']!r} the {name} "
+                    f"{cost!r}. A cost is a finite, non-negative number. Correct that "
+                    "entry."
+                )
+        return np.array([row[name] for row in rows], float)
+
+    return graph, Costs(
+        seconds=column("seconds"),
+        joules=column("joules"),
+        workspace_bytes=np.zeros(len(rows), np.int64),
+        nbytes=column("bytes").astype(np.int64),
+        page_in_seconds=column("page_in_seconds"),
+        page_out_seconds=column("page_out_seconds"),
+        page_in_joules=column("page_in_joules"),
+        page_out_joules=column("page_out_joules"),
+    )
+
+
+def node_flops(node: Node, device: DeviceProfile | None = None) -> float:
+    """FLOPs of one run of the node, by the rule of each equation.
+
+    With a device: as many FLOPs of its float32 matrix products as take equally long.
+    """
+    return sum(
+        runs * _equation_flops(equation) * _slowdown(equation, device)
+        for equation, runs in unrolled(node.equations)
+    )
+
+
+def _slowdown(equation: Equation, device: DeviceProfile | None) -> float:
+    if device is None:
+        return 1.0
+    matrix = equation.primitive.name in ("dot_general", "conv_general_dilated")
+    arrays = (*equation.operand_shapes, *equation.result_shapes)
+    return device.slowdown(matrix, arrays[0].dtype) if arrays else 1.0
+
+
+def _equation_flops(equation: Equation) -> float:
+    """2 per multiply-add of a contraction; 1 per element read by a reduction, per
+    element written otherwise."""
+    written = sum(x.size for x in equation.result_shapes)
+    name = equation.primitive.name
+    if name == "dot_general":
+        (contracting, _), _ = equation.params["dimension_numbers"]
+        left = equation.operand_shapes[0].shape
+        return 2.0 * written * np.prod([left[d] for d in contracting], initial=1.0)
+    if name == "conv_general_dilated":
+        kernel = equation.operand_shapes[1].shape
+        out_channel = equation.params["dimension_numbers"].rhs_spec[0]
+        return 2.0 * written * np.prod(kernel) / max(kernel[out_channel], 1)
+    if name.startswith(("reduce", "arg", "cum", "select_and")):
+        return float(sum(x.size for x in equation.operand_shapes))
+    if name in _MOVES_ONLY:
+        return 0.0
+    return float(written)
+
+
+_MOVES_ONLY = frozenset(
+    "reshape broadcast_in_dim transpose squeeze expand_dims slice dynamic_slice rev "
+    "dynamic_update_slice concatenate pad gather copy iota convert_element_type "
+    "bitcast_convert_type stop_gradient random_wrap random_unwrap".split()
+)

@@ -1,0 +1,532 @@
+"""The dependency graph of a computation: values, and the nodes that read and write
+them."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from poet_jax.core.units import format_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """An array that a node writes, or an argument or constant of the whole computation.
+
+    Attributes:
+      name: readable and unique within its graph.
+      nbytes: size in bytes.
+      shape, dtype: as of the `jax.Array`; `()` and None in a graph that was not traced.
+      weak_type: whether JAX may promote the dtype away, as for a Python scalar.
+      pageable: whether it may be written to storage; typed PRNG keys, and what is
+        weakly typed, may not.
+    """
+
+    name: str
+    nbytes: int
+    shape: tuple[int, ...] = ()
+    dtype: Any = None
+    weak_type: bool = False
+    pageable: bool = True
+
+    @property
+    def aval(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(self.shape, self.dtype, weak_type=self.weak_type)
+
+    @property
+    def kind(self) -> tuple[tuple[int, ...], Any]:
+        """Its shape and dtype: arrays of one kind can take each other's place."""
+        return self.shape, self.dtype
+
+    def __str__(self) -> str:
+        kind = f" {self.dtype}{list(self.shape)}" if self.dtype is not None else ""
+        return f"{self.name}{kind} ({format_bytes(self.nbytes)})"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Literal:
+    """A constant operand that is part of an equation."""
+
+    value: Any
+
+    @property
+    def key(self) -> tuple:
+        """Equal keys are equal constants, to the bit."""
+        data = np.asarray(self.value)
+        python_type = type(self.value).__name__
+        return python_type, str(data.dtype), data.shape, data.tobytes()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Equation:
+    """One primitive applied to operands, inside the body of a node.
+
+    Attributes:
+      primitive, params: as in a jaxpr.
+      operands: local value numbers or `Literal`s.
+      results: local value numbers.
+      operand_shapes, result_shapes: what the FLOP and byte rules need.
+      inner: (equations, times each runs) of control flow's bodies.
+      lowering: another way to compute the same, called with `params` and operands.
+    """
+
+    primitive: Any
+    params: dict[str, Any]
+    operands: tuple["int | Literal", ...]
+    results: tuple[int, ...]
+    operand_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    result_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    inner: tuple[tuple[tuple["Equation", ...], int], ...] = ()
+    lowering: Callable[..., Any] | None = None
+
+    def bind(self, operands: Sequence[Any]) -> Sequence[Any]:
+        """Apply the primitive to `operands`, arrays or tracers."""
+        if self.lowering is not None:
+            results = self.lowering(self.params, *operands)
+            return results if self.primitive.multiple_results else (results,)
+        params = self.primitive.get_bind_params(self.params)
+        results = self.primitive.bind(*operands, **params)
+        return results if self.primitive.multiple_results else (results,)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """A group of equations computed together: the unit of scheduling, pricing and
+    compiling.
+
+    Attributes:
+      name: readable; not necessarily unique.
+      reads, writes: value numbers, each at most once.
+      equations: over local numbers: `reads` are 0..R-1, the rest follow. Empty in a
+        graph that was not traced.
+      outputs: local numbers of `writes`.
+      backward: whether it belongs to the backward pass.
+      repeatable: False for a node with effects, which runs exactly once.
+    """
+
+    name: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    equations: tuple[Equation, ...] = ()
+    outputs: tuple[int, ...] = ()
+    backward: bool = False
+    repeatable: bool = True
+
+    @property
+    def needs_data(self) -> bool:
+        """Whether it is not to run on made-up data: a `while` may never end with that,
+        and a function of the host's may raise."""
+        return _need_data(self.equations)
+
+    def __call__(
+        self,
+        *operands: Any,
+        bind: Callable[["Equation", list[Any]], Sequence[Any]] = Equation.bind,
+    ) -> tuple[Any, ...]:
+        """Evaluate the equations; [R] arrays or tracers to [W] arrays or tracers.
+
+        `bind` evaluates one equation for its operands.
+        """
+        local = dict(enumerate(operands))
+        for equation in self.equations:
+            results = bind(
+                equation,
+                [
+                    x.value if isinstance(x, Literal) else local[x]
+                    for x in equation.operands
+                ],
+            )
+            local.update(zip(equation.results, results, strict=True))
+        return tuple(local[number] for number in self.outputs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where on storage a value lives: in an argument or an output of the function.
+
+    Attributes:
+      leaf: number of the flat argument or output.
+      block: which of its row blocks; None for all of it.
+      replaces: of an output, the flat argument whose home it takes, if any.
+    """
+
+    leaf: int
+    block: int | None = None
+    replaces: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """Values and nodes in execution order.
+
+    Attributes:
+      values: [V].
+      nodes: [N], every value written before it is read.
+      arguments: numbers of the values that the caller supplies, in flat argument order.
+      outputs: numbers of the values returned, in flat output order; repeats are
+        allowed.
+      constants: arrays that the function closes over, by value number.
+      donated: the arguments that may be freed after their last read.
+      in_tree, out_tree: pytree structures of `((*args), {**kwargs})` and of the result.
+      stored: values that are on storage, and not in RAM, when the step begins.
+      landing: values that the step leaves on storage, and not in RAM.
+      resident: of `stored`, those that are in RAM, too, when the step begins, as their
+        `successors` are when it ends. A plan decides that.
+      waiting: those of `stored` that may be resident; None for all.
+      rewritten: whether other equations than those traced compute the same.
+    """
+
+    values: tuple[Value, ...]
+    nodes: tuple[Node, ...]
+    arguments: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    constants: dict[int, Any] = dataclasses.field(default_factory=dict)
+    donated: frozenset[int] = frozenset()
+    in_tree: Any = None
+    out_tree: Any = None
+    stored: dict[int, Place] = dataclasses.field(default_factory=dict)
+    landing: dict[int, Place] = dataclasses.field(default_factory=dict)
+    resident: frozenset[int] = frozenset()
+    waiting: frozenset[int] | None = None
+    rewritten: bool = False
+
+    def __post_init__(self):
+        """Raise ValueError unless every value is written once, and before it is
+        read."""
+        known = set(self.arguments) | set(self.constants) | set(self.stored)
+        for node in self.nodes:
+            for value in node.reads:
+                if value not in known:
+                    name = (
+                        self.values[value].name if value < len(self.values) else value
+                    )
+                    raise ValueError(
+                        f"Node {node.name!r} reads {name!r}, which nothing before it "
+                        "writes. In a graph every value is an argument, a constant or "
+                        "written by an earlier node. List the nodes in execution order."
+                    )
+            if not known.isdisjoint(node.writes):
+                raise ValueError(
+                    f"Node {node.name!r} writes a value that exists already. Every "
+                    "value of a graph is written once. Give the second one a number of "
+                    "its own."
+                )
+            known.update(node.writes)
+
+    @functools.cached_property
+    def producer(self) -> dict[int, int]:
+        """Node number that writes each value; arguments and constants are absent."""
+        return {v: n for n, node in enumerate(self.nodes) for v in node.writes}
+
+    @functools.cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """[V] numbers of the nodes that read each value, ascending."""
+        readers: list[list[int]] = [[] for _ in self.values]
+        for number, node in enumerate(self.nodes):
+            for value in node.reads:
+                readers[value].append(number)
+        return tuple(map(tuple, readers))
+
+    @functools.cached_property
+    def pinned(self) -> frozenset[int]:
+        """Values alive throughout: constants, and arguments that the caller keeps in
+        RAM."""
+        return frozenset(self.initial) - self.donated - self.stored.keys()
+
+    @functools.cached_property
+    def initial(self) -> tuple[int, ...]:
+        """Values in RAM before the first node: arguments and constants, each once."""
+        both = dict.fromkeys((*self.arguments, *self.constants))
+        here = (v for v in both if v not in self.stored)
+        return (*here, *sorted(self.resident))
+
+    @functools.cached_property
+    def returned(self) -> tuple[int, ...]:
+        """Values in RAM after the last node: outputs, each once."""
+        landed = {place.leaf for place in self.landing.values()}
+        here = [
+            v
+            for leaf, v in enumerate(self.outputs)
+            if leaf not in landed and v not in self.stored
+        ]
+        here += [self.successors[v] for v in sorted(self.resident)]
+        return tuple(dict.fromkeys(here))
+
+    @functools.cached_property
+    def successors(self) -> dict[int, int]:
+        """By value on storage that some node reads, what the next step finds in its
+        place: the value that lands there, or itself if it is not donated.
+
+        That one may wait for the next step in RAM, which then need not page it in.
+        """
+        landing = {
+            (place.replaces, place.block): v for v, place in self.landing.items()
+        }
+        found = {}
+        for v, place in self.stored.items():
+            if (place.leaf, place.block) in landing:
+                successor = landing[place.leaf, place.block]
+            elif self.arguments[place.leaf] not in self.donated:
+                successor = v
+            else:
+                continue
+            may_wait = self.waiting is None or v in self.waiting
+            if self.readers[v] and self.values[v].nbytes and may_wait:
+                found[v] = successor
+        return found
+
+    def with_resident(self, values: Iterable[int]) -> "Graph":
+        """The graph with these of `successors` in RAM between steps."""
+        values = frozenset(values)
+        if values == self.resident:
+            return self
+        return dataclasses.replace(self, resident=values)
+
+    @functools.cached_property
+    def stored_bytes(self) -> int:
+        """Of the arguments that are on storage."""
+        whole = {v for v, place in self.stored.items() if place.block is None}
+        return sum(self.values[v].nbytes for v in whole)
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether something is computed in another way than in what was traced."""
+        return self.rewritten or any(
+            e.lowering for node in self.nodes for e in node.equations
+        )
+
+    def __call__(self, *leaves: Any) -> list[Any]:
+        """Evaluate the nodes in order: flat arguments to flat outputs, arrays or
+        tracers."""
+        known = dict(self.constants) | dict(zip(self.arguments, leaves, strict=True))
+        for node in self.nodes:
+            results = node(*(known[v] for v in node.reads))
+            known.update(zip(node.writes, results, strict=True))
+        return [known[v] for v in self.outputs]
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """A hash of all that a plan depends on: structure, sizes and operations.
+
+        Names are left out, as they may hold line numbers of the user's source.
+        """
+        parts = [
+            [(v.nbytes, v.shape, str(v.dtype), v.pageable) for v in self.values],
+            [
+                (
+                    n.reads,
+                    n.writes,
+                    n.repeatable,
+                    [
+                        (e.primitive.name, _plain(e.params), _name(e.lowering))
+                        for e in n.equations
+                    ],
+                )
+                for n in self.nodes
+            ],
+            [
+                self.arguments,
+                self.outputs,
+                sorted(self.constants),
+                sorted(self.donated),
+            ],
+            [
+                sorted((v, *dataclasses.astuple(x)) for v, x in places.items())
+                for places in (self.stored, self.landing)
+            ],
+            None if self.waiting is None else sorted(self.waiting),
+        ]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+    def __str__(self) -> str:
+        lines = [
+            f"graph of {len(self.nodes)} nodes and {len(self.values)} values, "
+            f"{format_bytes(sum(v.nbytes for v in self.values))} in all"
+        ]
+        names = [value.name for value in self.values]
+        for title, numbers in (
+            ("arguments", self.arguments),
+            ("outputs", self.outputs),
+        ):
+            lines.append(f"  {title}: {' '.join(names[v] for v in numbers) or 'none'}")
+        for number, node in enumerate(self.nodes):
+            writes = ", ".join(str(self.values[v]) for v in node.writes)
+            reads = " ".join(names[v] for v in node.reads)
+            mark = " [backward]" if node.backward else ""
+            mark += "" if node.repeatable else " [runs once]"
+            lines.append(f"  {number:4d} {node.name}{mark}: {writes} <- {reads}")
+        return "\n".join(lines)
+
+
+def _plain(params: dict[str, Any]) -> str:
+    """Parameters of an equation as text, without addresses of this process."""
+    return re.sub(r" at 0x[0-9a-f]+", "", str(sorted(params.items(), key=str)))
+
+
+def _name(lowering: Callable[..., Any] | None) -> str:
+    return "" if lowering is None else f"{lowering.__module__}.{lowering.__name__}"
+
+
+def is_plain(dtype: Any) -> bool:
+    """Whether arrays of `dtype` are in memory what their shape and itemsize say.
+
+    PRNG keys are not, nor are types of less than a byte, which XLA packs.
+    """
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits >= 8
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.finfo(dtype).bits >= 8
+    return True
+
+
+def node_signature(graph: Graph, node: Node) -> str:
+    """A hash of a node's operations and shapes, the same in every process.
+
+    Nodes with equal signatures take equally long; names and constants do not count.
+    """
+    reads = [(graph.values[v].shape, str(graph.values[v].dtype)) for v in node.reads]
+    equations = [
+        (
+            e.primitive.name,
+            _plain(e.params),
+            _name(e.lowering),
+            [x if isinstance(x, int) else "constant" for x in e.operands],
+            e.results,
+        )
+        for e in node.equations
+    ]
+    # A graph that was not traced has neither shapes nor equations.
+    name = "" if equations else node.name
+    data = json.dumps([name, reads, equations, node.outputs])
+    return hashlib.sha256(data.encode()).hexdigest()[:16]
+
+
+def renumber(graph: Graph, nodes: Iterable[Node]) -> Graph:
+    """`graph` with `nodes` instead of its own, without the values that are left
+    unused."""
+    nodes = tuple(nodes)
+    used = {*graph.arguments, *graph.constants, *graph.outputs}
+    for node in nodes:
+        used.update(node.reads, node.writes)
+    new = {old: number for number, old in enumerate(sorted(used))}
+
+    def rename(values: Iterable[int]) -> tuple[int, ...]:
+        return tuple(new[v] for v in values)
+
+    return dataclasses.replace(
+        graph,
+        values=tuple(graph.values[v] for v in sorted(used)),
+        nodes=tuple(
+            dataclasses.replace(n, reads=rename(n.reads), writes=rename(n.writes))
+            for n in nodes
+        ),
+        arguments=rename(graph.arguments),
+        outputs=rename(graph.outputs),
+        constants={new[v]: array for v, array in graph.constants.items()},
+        donated=frozenset(rename(graph.donated)),
+        stored={new[v]: place for v, place in graph.stored.items() if v in new},
+        landing={new[v]: place for v, place in graph.landing.items() if v in new},
+    )
+
+
+def map_equations(graph: Graph, change: Callable[[Equation], Equation]) -> Graph:
+    """`graph` with `change(equation)` in place of each equation."""
+    nodes = tuple(
+        dataclasses.replace(node, equations=tuple(map(change, node.equations)))
+        for node in graph.nodes
+    )
+    return dataclasses.replace(graph, nodes=nodes)
+
+
+def _need_data(equations: Iterable[Equation]) -> bool:
+    return any(
+        equation.primitive.name in ("while", "pure_callback")
+        or any(_need_data(body) for body, _ in equation.inner)
+        for equation in equations
+    )
+
+
+def unrolled(
+    equations: Iterable[Equation], runs: int = 1
+) -> Iterator[tuple[Equation, int]]:
+    """Equations without bodies, and how often each runs."""
+    for equation in equations:
+        if equation.inner:
+            for body, times in equation.inner:
+                yield from unrolled(body, runs * times)
+        else:
+            yield equation, runs
+
+
+def read_instance(path: str | os.PathLike) -> tuple[Graph, list[dict[str, Any]]]:
+    """Read a planner instance: a graph whose nodes have costs but no equations.
+
+    The file is JSON: `nodes`, a list in execution order of objects with `name`,
+      `backward`,
+    `bytes` and costs; `edges`, a list of [producer, consumer]. Node i writes value i. A
+    value that nothing reads may be freed at once; there are no arguments or outputs.
+    Returns the graph and the nodes' objects. Raises ValueError if an edge is malformed.
+    """
+    with open(path) as file:
+        try:
+            data = json.load(file)
+            rows, edges = data["nodes"], data["edges"]
+            for row in rows:
+                _ = row["name"], row["backward"], row["bytes"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{os.fspath(path)} is not a planner instance: {error}. An instance is "
+                "JSON with nodes, each with a name, backward, bytes and costs, and "
+                "edges. Write it with graph.write_instance."
+            ) from error
+    reads: list[list[int]] = [[] for _ in rows]
+    for edge in edges:
+        whole = isinstance(edge, list) and all(isinstance(x, int) for x in edge)
+        producer, consumer = edge if whole and len(edge) == 2 else (-1, -1)
+        if not 0 <= producer < consumer < len(rows):
+            raise ValueError(
+                f"{os.fspath(path)} has the edge {edge}. An edge leads from a node to "
+                f"a later one, both below {len(rows)}. Sort the nodes in execution "
+                f"order."
+            )
+        reads[consumer].append(producer)
+    values = tuple(Value(row["name"], row["bytes"]) for row in rows)
+    nodes = tuple(
+        Node(row["name"], tuple(dict.fromkeys(r)), (i,), backward=row["backward"])
+        for i, (row, r) in enumerate(zip(rows, reads, strict=True))
+    )
+    return Graph(values, nodes), rows
+
+
+def write_instance(
+    path: str | os.PathLike, graph: Graph, rows: Sequence[dict[str, Any]]
+) -> None:
+    """Write `graph`, one value per node, with a dictionary of costs per node, as
+    JSON."""
+    nodes = [
+        {
+            "name": node.name,
+            "backward": node.backward,
+            "bytes": graph.values[node.writes[0]].nbytes,
+        }
+        | row
+        for node, row in zip(graph.nodes, rows, strict=True)
+    ]
+    edges = [
+        [graph.producer[v], n]
+        for n, node in enumerate(graph.nodes)
+        for v in node.reads
+        if v in graph.producer
+    ]
+    with open(path, "w") as file:
+        json.dump({"nodes": nodes, "edges": edges}, file, indent=1)

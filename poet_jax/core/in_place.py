@@ -1,0 +1,114 @@
+"""Results written over operands that nobody needs any more."""
+
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from poet_jax.core.graph import Graph, Literal, Node, is_plain
+
+Pairs = tuple[tuple[int, int], ...]  # (old, new) values: one is written over the other
+
+# Each element of their result depends on others than the operand's at its place.
+NOT_IN_PLACE = ("dot_general", "conv_general_dilated", "transpose", "rev", "gather")
+
+_known: "weakref.WeakKeyDictionary[Graph, _InPlace]" = weakref.WeakKeyDictionary()
+
+
+def replaceable(graph: Graph) -> tuple[Pairs, ...]:
+    """[N] what each node may write over, (old, new), if nodes run in this order."""
+    return _in_place(graph).replaceable
+
+
+def replaced(graph: Graph, number: int, dead: Collection[int]) -> Pairs:
+    """Pairs (old, new) of values: a node writes `new`, and may write it over `old`, one
+    of `dead`, which nobody reads after it, and a donated argument in RAM of the same
+    shape and type.
+
+    So an optimizer's update takes no more memory than the state that it replaces. What
+    was paged in is not written over: XLA makes such a buffer anew.
+    """
+    return _in_place(graph).replaced(number, dead)
+
+
+class _InPlace:
+    """What nodes may write over; of a graph, which it does not keep alive."""
+
+    def __init__(self, graph: Graph):
+        self._graph: Any = weakref.proxy(graph)
+        paged = graph.stored.keys() - graph.resident
+        free = (graph.donated | graph.resident) - paged.union(graph.returned)
+        self.olds = [
+            free.intersection(node.reads) if node.equations else frozenset()
+            for node in graph.nodes
+        ]
+        self._pairs: dict[tuple[int, frozenset[int]], Pairs] = {}
+
+    def replaced(self, number: int, dead: Collection[int]) -> Pairs:
+        if not self.olds[number]:
+            return ()
+        key = number, frozenset(self.olds[number].intersection(dead))
+        if key not in self._pairs:
+            node = self._graph.nodes[number]
+            self._pairs[key] = pairs(self._graph, [node], node.writes, key[1])
+        return self._pairs[key]
+
+    @functools.cached_property
+    def replaceable(self) -> tuple[Pairs, ...]:
+        readers = self._graph.readers
+        return tuple(
+            self.replaced(number, [v for v in olds if readers[v][-1] == number])
+            for number, olds in enumerate(self.olds)
+        )
+
+
+def _in_place(graph: Graph) -> _InPlace:
+    if graph not in _known:
+        _known[graph] = _InPlace(graph)
+    return _known[graph]
+
+
+def pairs(
+    graph: Graph, nodes: Sequence[Node], writes: Sequence[int], free: Iterable[int]
+) -> Pairs:
+    """(old, new) for each of `writes` that can be over one of the operands `free`: a
+    value of the same shape and type, not read after the result is made.
+
+    Of several the one read last, as an update's own old value is: XLA would copy one
+    that is read later, and that takes more time than the update.
+    """
+    last_read, written = _places(nodes)
+    operands = defaultdict(list)
+    for value in sorted(free, reverse=True):
+        operands[graph.values[value].kind].append(value)
+    replaced: dict[int, int] = {}
+    for value in sorted(writes, key=written.__getitem__):
+        olds = operands[graph.values[value].kind]
+        dead = [old for old in olds if last_read.get(old, 0) <= written[value]]
+        if dead and is_plain(graph.values[value].dtype):
+            replaced[value] = max(dead, key=lambda old: last_read.get(old, 0))
+            olds.remove(replaced[value])
+    return tuple((replaced[v], v) for v in writes if v in replaced)
+
+
+def _places(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
+    """Of each value: the equation that reads it last, or the next one if that could not
+    write over it, and the one that writes it."""
+    last_read: dict[int, int] = {}
+    written: dict[int, int] = {}
+    place = 0
+    for node in nodes:
+        read, results = dict(enumerate(node.reads)), dict.fromkeys(node.outputs, 0)
+        for equation in node.equations:
+            place += 1
+            after = equation.primitive.name in NOT_IN_PLACE
+            for operand in equation.operands:
+                if not isinstance(operand, Literal) and operand in read:
+                    last_read[read[operand]] = place + after
+            results.update(dict.fromkeys(equation.results, place))
+        for value, local in zip(node.writes, node.outputs, strict=True):
+            written[value] = results[local]
+            if local in read:  # a result that is an operand
+                last_read[read[local]] = place + 1
+    return last_read, written

@@ -1,0 +1,333 @@
+"""Turn a function and example arguments into a Graph of single equations.
+
+This is the only file that knows the shape of a jaxpr.
+"""
+
+import dataclasses
+import itertools
+import os
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import source_info_util
+
+from poet_jax.core.errors import CannotTrace, ClosesOverTracer
+from poet_jax.core.graph import Equation, Graph, Literal, Node, Value, renumber
+
+# Call-like primitives that mean "evaluate this jaxpr here", and the parameter with it.
+_INLINED = {
+    "jit": "jaxpr",
+    "pjit": "jaxpr",
+    "closed_call": "call_jaxpr",
+    "core_call": "call_jaxpr",
+    "custom_jvp_call": "call_jaxpr",
+    "custom_vjp_call": "call_jaxpr",
+    "checkpoint": "jaxpr",
+    "remat2": "jaxpr",
+}
+
+
+def trace(fun: Callable, *args: Any, **kwargs: Any) -> Graph:
+    """Trace `fun` for `args` to a graph with one equation per node, dead code removed.
+
+    `fun` may be the result of `jax.jit`, whose static and donated arguments are
+    honoured. Arguments are pytrees of arrays or of `jax.ShapeDtypeStruct`; nothing is
+    computed. Raises CannotTrace, from JAX's own error, if JAX cannot trace it; the
+    message has the place in the caller's code.
+    """
+    jitted = fun if hasattr(fun, "trace") else jax.jit(fun)
+    try:
+        traced = jitted.trace(*args, **kwargs)
+    except CannotTrace:
+        raise  # says what is wrong better than what follows
+    except Exception as error:
+        name = getattr(fun, "__name__", type(fun).__name__)
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CannotTrace(
+            f"A plan was asked for {name!r}, and tracing it failed{_place(error)}: "
+            f"{reason.rstrip('.')}. Only functions that jax.jit accepts, of "
+            "arguments that fit them, can be "
+            f"planned. Make jax.jit({name}).trace(...) work on the same arguments "
+            f"first."
+        ) from error
+    if len(traced.jaxpr.jaxpr.invars) != traced.in_tree.num_leaves:
+        raise ClosesOverTracer(
+            "A plan was asked for a function that closes over a value which another "
+            "JAX transformation is tracing. Only values that exist can be planned for. "
+            "Pass that value as an argument."
+        )
+    return _Builder(traced.jaxpr.consts).build(traced)
+
+
+# Frames of Python, of installed packages and of this one are not the caller's.
+_INSTALLED = tuple(
+    os.path.join(folder, "")
+    for folder in (
+        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+        os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+    )
+)
+
+
+def _place(error: BaseException) -> str:
+    """ " at file:line in function", the innermost frame of the caller's own code."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not os.path.abspath(frame.filename).startswith(_INSTALLED):
+            file = os.path.basename(frame.filename)
+            return f" at {file}:{frame.lineno} in {frame.name}"
+    return ""
+
+
+class _Builder:
+    """Collects values and nodes while walking a jaxpr and the jaxprs it calls."""
+
+    def __init__(self, consts):
+        self.values: list[Value] = []
+        self.nodes: list[Node] = []
+        self.constants: dict[int, Any] = {}
+        self.consts = consts
+
+    def build(self, traced) -> Graph:
+        jaxpr = traced.jaxpr.jaxpr
+        leaves = jax.tree_util.tree_leaves_with_path(traced.args_info)
+        arguments = [
+            self.value(var.aval, _argument_name(path))
+            for var, (path, _) in zip(jaxpr.invars, leaves, strict=True)
+        ]
+        env: dict[Any, int] = dict(zip(jaxpr.invars, arguments, strict=True))
+        for number, (var, const) in enumerate(
+            zip(jaxpr.constvars, self.consts, strict=True)
+        ):
+            env[var] = self.constant(const, var.aval, f"constant{number}")
+        self.walk(jaxpr, env, prefix="", backward=False)
+        outputs = []
+        kept = {v for v, (_, x) in zip(arguments, leaves, strict=True) if not x.donated}
+        for number, var in enumerate(jaxpr.outvars):
+            operand = self.read(var, env)
+            if isinstance(operand, Literal):
+                operand = self.constant(operand.value, var.aval, f"literal{number}")
+            # An output is the caller's own, to delete or donate.
+            if operand in self.constants or operand in kept or operand in outputs:
+                operand = self.copy(operand)
+            outputs.append(operand)
+        graph = Graph(
+            tuple(self.values),
+            tuple(self.nodes),
+            tuple(arguments),
+            tuple(outputs),
+            self.constants,
+            frozenset(
+                v
+                for v, (_, info) in zip(arguments, leaves, strict=True)
+                if info.donated
+            ),
+            traced.in_tree,
+            traced.out_tree,
+        )
+        return without_dead_code(graph)
+
+    def value(self, aval, name: str) -> int:
+        is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+        self.values.append(
+            Value(
+                name,
+                int(np.prod(aval.shape, dtype=np.int64)) * aval.dtype.itemsize,
+                tuple(aval.shape),
+                aval.dtype,
+                bool(getattr(aval, "weak_type", False)),
+                # A page comes back without a weak type.
+                pageable=not is_key and not getattr(aval, "weak_type", False),
+            )
+        )
+        return len(self.values) - 1
+
+    def constant(self, array, aval, name: str) -> int:
+        number = self.value(aval, name)
+        if not isinstance(array, jax.Array):
+            weak = getattr(aval, "weak_type", False)
+            # Only a Python number becomes a weakly typed array.
+            python = np.asarray(array).item() if weak else array
+            # A copy, as under jax.jit: NumPy's own may change.
+            array = jnp.array(python, None if weak else aval.dtype)
+        self.constants[number] = array
+        return number
+
+    def copy(self, value: int) -> int:
+        """A new value with the contents of `value`, written by a node of its own."""
+        jaxpr = jax.jit(jnp.copy).trace(self.values[value].aval).jaxpr.jaxpr
+        env: dict[Any, int | Literal] = {jaxpr.invars[0]: value}
+        self.walk(jaxpr, env, prefix="output", backward=False)
+        copied = self.read(jaxpr.outvars[0], env)
+        assert not isinstance(copied, Literal)
+        return copied
+
+    def read(self, var, env) -> "int | Literal":
+        if isinstance(var, jex_core.Literal):
+            return Literal(var.val)
+        return env[var]
+
+    def walk(self, jaxpr, env, prefix: str, backward: bool) -> None:
+        for eqn in jaxpr.eqns:
+            stack = "/".join(filter(None, (prefix, str(eqn.source_info.name_stack))))
+            is_backward = backward or "transpose(" in stack
+            parameter = _INLINED.get(eqn.primitive.name)
+            if parameter is None:
+                self.append(eqn, env, stack, is_backward)
+                continue
+            inner, consts = _open(eqn.params[parameter])
+            operands = [self.read(var, env) for var in eqn.invars]
+            inner_env: dict[Any, Any] = dict(zip(inner.invars, operands, strict=True))
+            for var, const in zip(inner.constvars, consts, strict=True):
+                inner_env[var] = self.constant(
+                    const, var.aval, f"constant{len(self.values)}"
+                )
+            self.walk(inner, inner_env, stack, is_backward)
+            for var, result in zip(eqn.outvars, inner.outvars, strict=True):
+                env[var] = self.read(result, inner_env)
+
+    def append(self, eqn, env, stack: str, backward: bool) -> None:
+        operands = [self.read(var, env) for var in eqn.invars]
+        reads = tuple(dict.fromkeys(x for x in operands if not isinstance(x, Literal)))
+        name = _node_name(eqn, stack)
+        writes = []
+        for var in eqn.outvars:
+            env[var] = self.value(var.aval, f"{name}.{len(self.values)}")
+            writes.append(env[var])
+        local = {v: number for number, v in enumerate((*reads, *writes))}
+        equation = _equation(
+            eqn, [x if isinstance(x, Literal) else local[x] for x in operands],
+            [local[v] for v in writes],
+        )  # fmt: skip
+        self.nodes.append(
+            Node(
+                name,
+                reads,
+                tuple(writes),
+                (equation,),
+                equation.results,
+                backward,
+                repeatable=not eqn.effects,
+            )
+        )
+
+
+def _equation(eqn, operands, results) -> Equation:
+    def shapes(variables):
+        return tuple(
+            jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in variables
+        )
+
+    return Equation(
+        eqn.primitive,
+        eqn.params,
+        tuple(operands),
+        tuple(results),
+        shapes(eqn.invars),
+        shapes(eqn.outvars),
+        tuple(_bodies(eqn)),
+    )
+
+
+def _bodies(eqn):
+    """(equations, runs) of each body of a control-flow equation, for pricing.
+
+    A `while` is counted as one trip, as its number is unknown; a `cond` as its longest
+    branch.
+    """
+    if eqn.primitive.name == "cond":
+        branches = [_inner_equations(branch) for branch in eqn.params["branches"]]
+        yield max(branches, key=len), 1
+        return
+    runs = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+    for inner in jex_core.jaxprs_in_params(eqn.params):
+        yield _inner_equations(inner), runs
+
+
+def _inner_equations(jaxpr) -> tuple[Equation, ...]:
+    """Of a body and what it calls, over numbers of the body's own: operands first."""
+    equations: list[Equation] = []
+    count = itertools.count()
+
+    def walk(jaxpr, env) -> list["int | Literal"]:
+        def read(var) -> "int | Literal":
+            return Literal(var.val) if isinstance(var, jex_core.Literal) else env[var]
+
+        env |= {var: next(count) for var in jaxpr.constvars}
+        for eqn in jaxpr.eqns:
+            operands = [read(var) for var in eqn.invars]
+            if parameter := _INLINED.get(eqn.primitive.name):
+                body, _ = _open(eqn.params[parameter])
+                results = walk(body, dict(zip(body.invars, operands, strict=True)))
+            else:
+                results = [next(count) for _ in eqn.outvars]
+                equations.append(_equation(eqn, operands, results))
+            env |= dict(zip(eqn.outvars, results, strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    inner, _ = _open(jaxpr)
+    walk(inner, {var: next(count) for var in inner.invars})
+    return tuple(equations)
+
+
+def _open(jaxpr):
+    """A closed or an open jaxpr as (jaxpr, constants)."""
+    if isinstance(jaxpr, jex_core.ClosedJaxpr):
+        return jaxpr.jaxpr, jaxpr.consts
+    return jaxpr, ()
+
+
+def _argument_name(path) -> str:
+    (positional, argument, *rest) = path
+    root = "" if positional.idx else "arg"
+    name = f"{root}{argument.key if hasattr(argument, 'key') else argument.idx}"
+    return "/".join(filter(None, (name, path_name(rest))))
+
+
+def path_name(path: Iterable[Any]) -> str:
+    """The path of a leaf of a pytree, with "/" between its steps.
+
+    The value of an nnx variable is called as the variable itself.
+    """
+    own = (k for k in path if getattr(k, "name", None) != "value")
+    steps = (getattr(k, "key", getattr(k, "name", getattr(k, "idx", k))) for k in own)
+    return "/".join(map(str, steps))
+
+
+def _node_name(eqn, stack: str) -> str:
+    """The module path if the name stack holds one, else file:line; then the
+    primitive."""
+    scopes = [
+        scope.strip("()")
+        for scope in stack.replace("transpose(", "").replace("jvp(", "").split("/")
+    ]
+    scopes = [scope for scope in scopes if scope and "(" not in scope]
+    if not scopes:
+        where = source_info_util.summarize(eqn.source_info).split(" ")[0]
+        scopes = [":".join(where.rsplit("/", 1)[-1].split(":")[:2])]
+    return "/".join((*scopes[-2:], eqn.primitive.name))
+
+
+def without_dead_code(graph: Graph) -> Graph:
+    """Drop nodes whose results nobody needs, and results that are not needed."""
+    needed = set(graph.outputs)
+    kept = []
+    for node in reversed(graph.nodes):
+        writes = tuple(v for v in node.writes if v in needed)
+        if not writes and node.repeatable:
+            continue
+        outputs = tuple(
+            o for v, o in zip(node.writes, node.outputs, strict=True) if v in needed
+        )
+        kept.append(dataclasses.replace(node, writes=writes, outputs=outputs))
+        needed.update(node.reads)
+    constants = {v: array for v, array in graph.constants.items() if v in needed}
+    return renumber(
+        dataclasses.replace(graph, nodes=tuple(kept[::-1]), constants=constants),
+        kept[::-1],
+    )

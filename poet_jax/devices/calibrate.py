@@ -1,0 +1,241 @@
+"""Rates of this machine: small programs of one kind of work each, timed once."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from poet_jax.core.device import DeviceProfile, Rates
+from poet_jax.core.graph import Graph, Node, Value
+from poet_jax.core.trace import trace
+from poet_jax.devices.kernels import Kernel, Work, kernels
+from poet_jax.devices.price import kernel_seconds
+from poet_jax.devices.timing import time_nodes
+from poet_jax.passes.group import as_node
+
+
+class Probe(NamedTuple):
+    """A program whose time gives one rate.
+
+    Attributes:
+      kind, dtype: of the rate; "launch" is the device's dispatch_seconds.
+      fun: of arrays of these shapes.
+      shapes: of `dtype`, or arrays as they are.
+    """
+
+    kind: str
+    fun: Callable[..., Any]
+    shapes: tuple[Any, ...]
+    dtype: str = "float32"
+
+
+def _looped(fun: Callable, times: int) -> Callable:
+    """`fun` of its own result, so often that its start takes no time beside that."""
+    return lambda x: lax.scan(lambda x, _: (fun(x), None), x, length=times)[0]
+
+
+def _repeated(fun: Callable, times: int) -> Callable:
+    """`fun` so often that its work outweighs the traffic."""
+
+    def run(x):
+        for _ in range(times):
+            x = fun(x)
+        return x
+
+    return run
+
+
+def _random_bits(x):
+    return jax.random.bits(jax.random.key(0), x.shape)
+
+
+def _scaled(times: int) -> Callable:
+    """Kernels that read one array, and each write another."""
+    return lambda x: [x * number for number in range(2, 2 + min(times, 8))]
+
+
+def _convolution(image, kernel):
+    return lax.conv_general_dilated(
+        image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=image.shape[-1] // kernel.shape[-2],
+    )  # fmt: skip
+
+
+def _filter_gradient(image, kernel, slope):
+    return jax.vjp(lambda kernel: _convolution(image, kernel), kernel)[1](slope)
+
+
+def _pooled(x):
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+
+def _max_pool_gradient(x, slope):
+    return jax.vjp(_pooled, x)[1](slope)
+
+
+_LARGE = (2**18,)
+_ELEMENTS = {
+    "divide": lambda x: 1.5 / x,
+    "exp": jnp.exp,
+    "log": jnp.log,
+    "tanh": jnp.tanh,
+    "erf": lax.erf,
+    "sine": jnp.sin,
+    "power": lambda x: x**1.7,
+}
+# Launches come first, then traffic, then what is more than these; for each kind from
+# the smallest size to the largest.
+PROBES = (
+    Probe("launch", _looped(lambda x: jnp.tanh(x) @ x, 500), ((8, 8),)),
+    *(
+        Probe("moved", _scaled(2 ** (23 - n) // 8 + 1), ((2**n,),))
+        for n in (16, 19, 21, 23)
+    ),
+    Probe("cheap", _repeated(lambda x: x * 1.5 + 0.5, 64), (_LARGE,)),
+    *(Probe(kind, _repeated(fun, 8), (_LARGE,)) for kind, fun in _ELEMENTS.items()),
+    *(
+        Probe("dot", _looped(lambda x: x @ x, 2**12 // n), ((2**14 // n**2 + 1, n, n),))
+        for n in (8, 32, 128)
+    ),
+    *(Probe("dot", lambda x: x @ x, ((n, n),)) for n in (384, 1024)),
+    Probe("convolution", _convolution, ((4, 32, 32, 64), (3, 3, 64, 3))),
+    Probe("convolution", _convolution, ((4, 32, 32, 3), (3, 3, 3, 64))),
+    Probe("convolution", _convolution, ((4, 32, 32, 64), (3, 3, 64, 64))),
+    Probe("convolution", _convolution, ((8, 8, 8, 256), (3, 3, 256, 256))),
+    Probe(
+        "filter_gradient",
+        _filter_gradient,
+        ((4, 32, 32, 64), (3, 3, 64, 64), (4, 32, 32, 64)),
+    ),
+    Probe(
+        "filter_gradient",
+        _filter_gradient,
+        ((4, 8, 8, 256), (3, 3, 256, 256), (4, 8, 8, 256)),
+    ),
+    Probe("grouped_convolution", _convolution, ((2, 16, 16, 64), (3, 3, 1, 64))),
+    Probe(
+        "grouped_convolution",
+        _filter_gradient,
+        ((2, 16, 16, 64), (3, 3, 1, 64), (2, 16, 16, 64)),
+    ),
+    Probe("row_sum", lambda x: x.sum(1), ((1024, 1024),)),
+    Probe("column_sum", lambda x: x.sum(0), ((1024, 1024),)),
+    Probe("transpose", jnp.transpose, ((1024, 1024),)),
+    Probe(
+        "gather",
+        lambda x: x.at[jnp.arange(2**14) * 7 % 2**14].get(mode="clip"),
+        ((2**14,),),
+    ),
+    Probe("scatter", lambda x, y: x.at[jnp.arange(2**12) // 2].add(y), ((2**12,),) * 2),
+    Probe(
+        "scatter",
+        lambda x, y: x.at[jnp.arange(2**10) // 2].add(y),
+        ((2**10, 256),) * 2,
+    ),
+    Probe("sort", lambda x: jnp.sort(jnp.sin(x)), ((256, 64),)),
+    Probe("sort", lambda x: jnp.sort(jnp.sin(x)), ((2**14,),)),
+    Probe("random_bits", _random_bits, (_LARGE,)),
+    Probe("cumulative", lambda x: lax.cumsum(x, 1), ((256, 512),)),
+    Probe("window", _pooled, ((8, 32, 32, 32),)),
+    Probe("select_and_scatter", _max_pool_gradient, ((2, 32, 32, 32), (2, 16, 16, 32))),
+    Probe("fft", lambda x: jnp.fft.fft(x).real, ((64, 1024),)),
+    Probe("factorization", lambda x: jnp.linalg.eigh(x + x.T)[1], ((96, 96),)),
+    Probe("dot", _looped(lambda x: x @ x, 32), ((64, 64),), "bfloat16"),
+    Probe("dot", lambda x: x @ x, ((384, 384),), "bfloat16"),
+    Probe("convolution", _convolution, ((4, 32, 32, 64), (3, 3, 64, 64)), "bfloat16"),
+    Probe("cheap", _repeated(lambda x: x * 1.5 + 0.5, 64), (_LARGE,), "bfloat16"),
+    Probe("exp", _repeated(jnp.exp, 8), (_LARGE,), "bfloat16"),
+)  # fmt: skip
+
+
+def calibrated(probes: Sequence[Probe] = PROBES) -> tuple[float, Rates]:
+    """Seconds to launch a kernel on this machine, and its rates.
+
+    Probes are compiled on all cores, and each is run a few times. What a probe takes
+    beyond what it launches, moves and computes besides, at rates that are known before
+    it, is its own kind's. Takes about six seconds on two cores.
+    """
+    parts = [_part(probe) for probe in probes]
+    device = DeviceProfile("calibrated so far", 1, 1.0, 1.0, 1.0, 1.0, 0.0)
+    for probe, node, timed in zip(
+        probes, [node for _, node in parts], time_nodes(_joined(parts)), strict=True
+    ):
+        assert timed is not None
+        steps = [x for kernel in kernels(node) for x in kernel.flat()]
+        if probe.kind == "launch":
+            launch = timed.seconds / sum(step.runs for step in steps)
+            device = dataclasses.replace(device, dispatch_seconds=launch)
+        else:
+            name = "moved" if probe.kind == "moved" else f"{probe.kind}_{probe.dtype}"
+            row = _row(probe.kind, steps, timed.seconds, device)
+            rows = sorted((*device.rates.get(name, ()), row))
+            rates = {**device.rates, name: _monotonic(rows)}
+            device = dataclasses.replace(device, rates=rates)
+    return device.dispatch_seconds, device.rates
+
+
+def described_probes(probes: Sequence[Probe] = PROBES) -> str:
+    """What rates depend on beside the machine: kinds and shapes of the probes."""
+    return str([(probe.kind, probe.shapes, probe.dtype) for probe in probes])
+
+
+def _row(
+    kind: str, steps: Sequence[Kernel], seconds: float, device: DeviceProfile
+) -> tuple[float, float]:
+    """(size, seconds for each unit) of the kernels' work of a kind."""
+    amount = size = 0.0
+    besides = 0.0
+    for step in steps:
+        if kind == "moved":
+            mine = [Work(kind, "float32", step.moved_bytes, step.moved_bytes)]
+        else:
+            mine = [work for work in step.work if work.kind == kind]
+        amount += step.runs * sum(work.amount for work in mine)
+        size = max([size, *(work.size for work in mine)])
+        if mine:
+            others = tuple(work for work in step.work if work.kind != kind)
+            step = dataclasses.replace(step, work=others, moved_bytes=0.0)
+        besides += kernel_seconds(step, device)
+    # Of a probe that met a busy machine, something is its own nevertheless.
+    return size, max(seconds - besides, seconds / 10) / amount
+
+
+def _monotonic(rows: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+    """Less of a kind of work never takes longer than more of it."""
+    result: list[tuple[float, float]] = []
+    for size, seconds in reversed(rows):
+        if result:
+            larger, most = result[-1]
+            seconds = min(seconds, most * larger / size)
+        result.append((size, seconds))
+    return tuple(reversed(result))
+
+
+def _part(probe: Probe) -> tuple[Graph, Node]:
+    shapes = [jax.ShapeDtypeStruct(shape, probe.dtype) for shape in probe.shapes]
+    graph = trace(probe.fun, *shapes)
+    return graph, as_node(graph)
+
+
+def _joined(parts: Sequence[tuple[Graph, Node]]) -> Graph:
+    """One graph of a node for each probe, which have nothing to do with one another."""
+    values: list[Value] = []
+    arguments: list[int] = []
+    constants: dict[int, Any] = {}
+    nodes = []
+    for graph, node in parts:
+        first = len(values)
+        values += graph.values
+        arguments += [first + v for v in graph.arguments]
+        constants |= {first + v: array for v, array in graph.constants.items()}
+        reads, writes = ([first + v for v in x] for x in (node.reads, node.writes))
+        nodes.append(
+            dataclasses.replace(node, reads=tuple(reads), writes=tuple(writes))
+        )
+    outputs = [v for node in nodes for v in node.writes]
+    return Graph(
+        tuple(values), tuple(nodes), tuple(arguments), tuple(outputs), constants
+    )

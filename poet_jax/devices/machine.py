@@ -1,0 +1,258 @@
+"""This machine as a device: rates that are measured once and kept in a file."""
+
+import concurrent.futures
+import contextlib
+import functools
+import hashlib
+import os
+import pathlib
+import platform
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from poet_jax.core.device import DeviceProfile
+from poet_jax.devices.calibrate import calibrated, described_probes
+from poet_jax.stores import library
+from poet_jax.stores.store import FileStore, HostStore, Store
+
+_SMALL_BYTES, _PROBE_BYTES = 2**16, 2**25
+_PROBES = 12
+_PAUSE_SECONDS = 0.005  # as a step's instructions take, between transfers
+# A probe that met a busy machine is not to say that nothing can be computed.
+_MOST_CONTENTION = 0.9
+_STORAGE = "measured: FileStore, 64 KiB and 32 MiB, with checksum, beside products"
+# For a machine that cannot page, whose plans have no use for them.
+_ASSUMED = {
+    "page_out_bytes_per_second": 1e9,
+    "page_in_bytes_per_second": 1e9,
+    "contention": 0.0,
+}
+_HOST_MEMORY = "measured: HostStore, 64 KiB and 32 MiB, pinned memory, beside products"
+
+
+def default_store() -> Store:
+    """Where pages go on this machine: to a file, or from an accelerator to host
+    memory."""
+    return FileStore() if on_cpu() else HostStore()
+
+
+def paging_problem() -> str:
+    """Why pages cannot be moved on this machine; empty if they can."""
+    return library.problem() if on_cpu() else ""
+
+
+def _transfers() -> str:
+    return _STORAGE if on_cpu() else _HOST_MEMORY
+
+
+def on_cpu() -> bool:
+    """Whether JAX's default backend is the CPU."""
+    return jax.default_backend() == "cpu"
+
+
+def host_path() -> pathlib.Path:
+    """The file in which `host()` keeps this machine's rates: see and delete it at will.
+
+    In the folder `poet_jax` of XDG_CACHE_HOME, or of ~/.cache; named after a hash of
+    processor, cores, host name, JAX's version and its devices, and of what is measured
+    and how.
+    """
+    folder = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    parts = (*described(), _transfers(), described_probes())
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+    return pathlib.Path(folder) / "poet_jax" / f"host-{key}.toml"
+
+
+@functools.cache
+def host() -> DeviceProfile:
+    """This machine, calibrated: small programs of each kind of work are timed, and
+    storage is probed, which takes about six seconds on two cores.
+
+    Rates are measured once and then read from the file at `host_path()`; where that
+    cannot be written, once per process. So they are where pages cannot be moved, and
+    storage's are then assumed. Power is assumed (10 W for compute on all cores; for a
+    transfer, which copies and sums, 2 W and one core's share; over 5 W of idle), so
+    its joules are modelled, never measured.
+    """
+    path = host_path()
+    try:
+        return DeviceProfile.load(path)
+    except (OSError, ValueError):
+        profile = _measured()
+    if paging_problem():
+        return profile
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}.toml")
+        profile.save(part)
+        part.replace(path)
+    except OSError:  # a home that cannot be written to costs them at each start
+        pass
+    return profile
+
+
+def described() -> tuple[str, ...]:
+    """What measured costs depend on: processor, cores, host, JAX and its devices."""
+    model = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = [x.split(":", 1)[1].strip() for x in file if "model name" in x]
+        model = lines[0] if lines else model
+    except OSError:
+        pass
+    devices = sorted({device.device_kind for device in jax.devices()})
+    return model, str(os.cpu_count()), platform.node(), jax.__version__, *devices
+
+
+def _measured() -> DeviceProfile:
+    launch_seconds, rates = calibrated()
+    problem = paging_problem()
+    transfers: dict[str, Any] = _ASSUMED if problem else _transfer_rates()
+    said = dict.fromkeys(transfers, f"assumed: {problem}")
+    if not problem:
+        said = dict.fromkeys(transfers, _transfers()) | {
+            "contention": "measured: products done beside those transfers, and alone"
+        }
+    ram_bytes, memory = _memory()
+    flops_per_second = 1 / rates["dot_float32"][-1][1]
+    return DeviceProfile(
+        name="this machine",
+        ram_bytes=ram_bytes,
+        flops_per_second=flops_per_second,
+        flops_per_joule=flops_per_second / 10.0,
+        bytes_per_second=1 / rates["moved"][-1][1],
+        paging_watts=2.0 + 10.0 / (os.cpu_count() or 1),
+        static_watts=5.0,
+        dispatch_seconds=launch_seconds,
+        rates=rates,
+        **transfers,
+        source={
+            "ram_bytes": memory,
+            "flops_per_second": "measured: the largest product of `rates`",
+            "flops_per_joule": "assumed: 10 W for compute on all cores",
+            "bytes_per_second": "measured: the largest traffic of `rates`",
+            **said,
+            "paging_watts": "assumed: 2 W and one core's share",
+            "static_watts": "assumed: 5 W",
+            "dispatch_seconds": "measured: a program of a hundred small kernels",
+            "rates": "measured: a program for each, see calibrate.PROBES",
+        },
+    )
+
+
+def _memory() -> tuple[int, str]:
+    """Bytes of the memory that holds arrays, and what it is.
+
+    Not every allocator of JAX's has a limit to tell: 0 is that of `cuda_async`.
+    """
+    counts = jax.local_devices()[0].memory_stats() or {}
+    if limit := counts.get("bytes_limit"):
+        return limit, "what JAX may take of the accelerator's memory"
+    nbytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return nbytes, "the system's physical memory"
+
+
+def _transfer_rates() -> dict[str, Any]:
+    """Of writing to and reading from the default store, checksums included, and the
+    share of compute's speed that it takes: as `DeviceProfile` names them.
+
+    All cores, or the accelerator, compute meanwhile, as they do when a step pages:
+    transfers then take up to twice as long. The first writing does not count: a store
+    reuses its file, so its blocks exist.
+    """
+    small, large = (np.empty(n, np.uint8) for n in (_SMALL_BYTES, _PROBE_BYTES))
+    of_small, of_large, shares = [], [], []
+    with (
+        contextlib.closing(default_store()) as store,
+        concurrent.futures.ThreadPoolExecutor(1) as storage,
+        _busy_cores() as count,
+    ):
+
+        def transfer(data: np.ndarray) -> tuple[float, float]:
+            """Seconds to write and to read, on a thread of its own as in a step."""
+            out, back = _moves(store, data)
+            start = time.perf_counter()
+            storage.submit(out).result()
+            middle = time.perf_counter()
+            storage.submit(back).result()
+            stop = time.perf_counter()
+            return middle - start, stop - middle
+
+        for _ in range(_PROBES):
+            counts = [count()]
+            start = time.perf_counter()
+            of_large.append(transfer(large))
+            stop = time.perf_counter()
+            counts.append(count())
+            time.sleep(stop - start)
+            counts.append(count())
+            rest = time.perf_counter() - stop
+            beside, alone = np.diff(counts) / (stop - start, rest)
+            shares.append(1 - beside / max(alone, 1))
+        for _ in range(_PROBES):
+            time.sleep(_PAUSE_SECONDS)
+            of_small.append(transfer(small))
+    of_small, of_large, share = (
+        np.median(x[1:], axis=0) for x in (of_small, of_large, shares)
+    )
+    per_byte = np.maximum(of_large - of_small, 1e-9) / (_PROBE_BYTES - _SMALL_BYTES)
+    latency = np.maximum(0.0, of_small - _SMALL_BYTES * per_byte)
+    return {
+        "page_out_latency_seconds": float(latency[0]),
+        "page_in_latency_seconds": float(latency[1]),
+        "page_out_bytes_per_second": float(1 / per_byte[0]),
+        "page_in_bytes_per_second": float(1 / per_byte[1]),
+        "contention": min(max(0.0, float(share)), _MOST_CONTENTION),
+    }
+
+
+def _moves(store: Store, data: np.ndarray) -> tuple[Callable[[], Any], ...]:
+    """What writes `data` to the store, or an accelerator's copy of it to host memory,
+    and what reads it back."""
+    if not on_cpu():
+        kinds = ("pinned_host", "device")
+        array = jax.block_until_ready(jnp.asarray(data))
+        there, here = (array.sharding.with_memory_kind(kind) for kind in kinds)
+        page = jax.block_until_ready(jax.device_put(array, there))
+        return (
+            lambda: jax.block_until_ready(jax.device_put(array, there)),
+            lambda: jax.block_until_ready(jax.device_put(page, here)),
+        )
+    offset = store.allocate(data.nbytes, "probe")
+    store.free(offset)  # the next probe writes to the same place
+    file, checksum = (store.descriptor(), int(store.is_direct)), 0
+
+    def out() -> None:
+        nonlocal checksum
+        checksum = library.write(*file, data, offset, "probe")
+
+    return out, lambda: library.read(*file, data, offset, checksum, "probe")
+
+
+@contextlib.contextmanager
+def _busy_cores() -> Iterator[Callable[[], int]]:
+    """While it lasts, all cores compute products; how many they have done."""
+    a = jnp.ones((512, 512), jnp.float32)
+    matmul = jax.jit(jnp.dot).lower(a, a).compile()
+    done = threading.Event()
+    products = 0
+
+    def compute() -> None:
+        nonlocal products
+        while not done.is_set():
+            jax.block_until_ready(matmul(a, a))
+            products += 1
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    try:
+        yield lambda: products
+    finally:
+        done.set()
+        thread.join()

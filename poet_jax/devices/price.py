@@ -1,0 +1,90 @@
+"""Price a graph on a device: seconds and joules of every node and every transfer."""
+
+import numpy as np
+
+from poet_jax.core.costs import Costs, node_flops
+from poet_jax.core.device import DeviceProfile
+from poet_jax.core.graph import Graph, Node
+from poet_jax.devices.kernels import Kernel, kernels, workspace_bytes
+from poet_jax.devices.node_costs import read_node_costs
+from poet_jax.devices.timing import time_nodes
+from poet_jax.passes.cpu.scratch import node_scratch
+
+
+def price(graph: Graph, device: DeviceProfile, *, measure: bool = False) -> Costs:
+    """Costs of `graph` on `device`; compiles and runs nothing, unless `measure`.
+
+    Seconds of a node are a model's. With `device.rates`, the sum over its kernels of
+    dispatch_seconds + max(work, memory traffic), each at its rate; `kernels` says what
+    they are. Otherwise a roofline: dispatch_seconds + max(FLOPs / flops_per_second,
+    bytes / bytes_per_second), with each equation's FLOPs times `device.slowdown`. A
+    `while` counts once. Joules are the compute power for as long as that takes, without
+    dispatch where it is a roofline. Nodes listed in the file `device.node_costs` cost
+    what it says. Workspaces are modelled, see `kernels.workspace_bytes`.
+
+    With `measure`, each distinct node is compiled and timed on this machine instead,
+    and its workspace is XLA's own count, with `scratch.node_scratch`; nodes that need
+    data, or have effects, are modelled.
+
+    Raises ValueError if the file of `device.node_costs` lacks nodes and
+    `node_costs_partial` is False.
+    """
+    if device.rates:
+        seconds = np.array([node_seconds(node, device) for node in graph.nodes], float)
+        joules = seconds * device.compute_watts
+    else:
+        seconds, joules = _roofline(graph, device)
+    workspaces = np.array([workspace_bytes(node) for node in graph.nodes], np.int64)
+    if measure:
+        for number, timed in enumerate(time_nodes(graph)):
+            if timed is not None:
+                seconds[number] = timed.seconds
+                joules[number] = timed.seconds * device.compute_watts
+                scratch = node_scratch(graph.nodes[number])
+                workspaces[number] = timed.temp_bytes + scratch
+    if device.node_costs is not None:
+        seconds, joules = read_node_costs(graph, device, seconds, joules)
+    nbytes = np.array([value.nbytes for value in graph.values], np.int64)
+    page_in = np.array([device.page_in_seconds(int(n)) for n in nbytes], float)
+    page_out = np.array([device.page_out_seconds(int(n)) for n in nbytes], float)
+    return Costs(
+        seconds=seconds,
+        joules=joules,
+        workspace_bytes=workspaces,
+        nbytes=nbytes,
+        page_in_seconds=page_in,
+        page_out_seconds=page_out,
+        page_in_joules=page_in * device.paging_watts,
+        page_out_joules=page_out * device.paging_watts,
+        static_watts=device.static_watts,
+        contention=device.contention,
+    )
+
+
+def node_seconds(node: Node, device: DeviceProfile) -> float:
+    """Of one run on a device with `rates`: its kernels, or one launch if it has
+    none."""
+    flat = (x for kernel in kernels(node) for x in kernel.flat())
+    return sum(kernel_seconds(x, device) for x in flat) or device.dispatch_seconds
+
+
+def kernel_seconds(kernel: Kernel, device: DeviceProfile) -> float:
+    """Of all runs of a kernel without a body on a device with `rates`."""
+    working = sum(device.work_seconds(*work) for work in kernel.work)
+    moved = kernel.moved_bytes
+    moving = device.work_seconds("moved", None, moved, moved)
+    return kernel.runs * (device.dispatch_seconds + max(working, moving))
+
+
+def _roofline(graph: Graph, device: DeviceProfile) -> tuple[np.ndarray, np.ndarray]:
+    """[N] seconds and joules, of FLOPs or traffic, whichever take longer."""
+    flops = np.array([node_flops(node, device) for node in graph.nodes], float)
+    traffic = np.array([_node_bytes(graph, node) for node in graph.nodes], float)
+    moving = traffic / device.bytes_per_second
+    seconds = np.maximum(flops / device.flops_per_second, moving)
+    joules = np.maximum(flops / device.flops_per_joule, moving * device.compute_watts)
+    return device.dispatch_seconds + seconds, joules
+
+
+def _node_bytes(graph: Graph, node: Node) -> int:
+    return sum(graph.values[v].nbytes for v in (*node.reads, *node.writes))

@@ -1,0 +1,113 @@
+"""Nodes timed on this machine, each distinct one compiled by itself."""
+
+import concurrent.futures
+import os
+import time
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from poet_jax.core.graph import Graph, Node, node_signature
+from poet_jax.core.progress import counted
+
+# Runs that are timed, after one that warms up, and more of short ones, for so long: the
+# shortest counts.
+_RUNS, _MOST_RUNS, _RUNS_SECONDS = 3, 30, 0.02
+
+
+class Timed(NamedTuple):
+    """A node on this machine.
+
+    Attributes:
+      seconds: of one run, without what JAX takes to start an executable.
+      temp_bytes: what XLA allocates meanwhile, beside operands and results.
+    """
+
+    seconds: float
+    temp_bytes: int
+
+
+def time_nodes(graph: Graph) -> list[Timed | None]:
+    """[N] nodes, of equal ones the first, each run a few times on zeros.
+
+    None for those with effects, which pricing must not cause, and those that need data.
+    Compiles on all cores, and shows progress.
+    """
+    keys = [node_signature(graph, node) for node in graph.nodes]
+    distinct = {
+        key: node
+        for key, node in zip(keys, graph.nodes, strict=True)
+        if node.repeatable and not node.needs_data
+    }
+    wide = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
+
+    def compiled(node: Node) -> Any:
+        with jax.enable_x64(wide):  # a setting that a thread does not inherit
+            return _compile(graph, node)
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = {pool.submit(compiled, node): key for key, node in distinct.items()}
+        try:
+            done = concurrent.futures.as_completed(futures)
+            executables = {
+                futures[future]: future.result()
+                for future in counted(done, len(futures), "compiling nodes")
+            }
+        finally:  # after an error or Ctrl-C, none is begun any more
+            pool.shutdown(wait=False, cancel_futures=True)
+    start = jax.jit(jnp.negative).lower(jnp.float32(0)).compile()
+    start_seconds = best_seconds(lambda: start(jnp.float32(0)))
+    timed = {
+        key: _time(graph, node, executables[key], start_seconds)
+        for key, node in counted(distinct.items(), len(distinct), "timing nodes")
+    }
+    return [timed.get(key) for key in keys]
+
+
+def _compile(graph: Graph, node: Node) -> Any:
+    """Writes its results over arrays that it is given, as a program does in its arena:
+    memory that is new to the process would cost more than many a node."""
+
+    def run(old, *operands):
+        return node(*operands)
+
+    old = tuple(graph.values[v].aval for v in node.writes)
+    operands = (graph.values[v].aval for v in node.reads)
+    jitted = jax.jit(run, donate_argnums=0, keep_unused=True)
+    return jitted.lower(old, *operands).compile()
+
+
+def _time(graph: Graph, node: Node, executable: Any, start_seconds: float) -> Timed:
+    operands, results = (
+        tuple(jnp.zeros(*graph.values[v].kind) for v in values)
+        for values in (node.reads, node.writes)
+    )
+
+    def run():
+        nonlocal results
+        results = executable(results, *operands)
+        return results
+
+    # Zeros are not what the node will see: a NaN that it makes of them is no fault.
+    with jax.debug_nans(False), jax.debug_infs(False):
+        seconds = best_seconds(run)
+    analysis = executable.memory_analysis()
+    temp_bytes = int(analysis.temp_size_in_bytes) if analysis else 0
+    return Timed(max(seconds - start_seconds, seconds / 20), temp_bytes)
+
+
+def best_seconds(run, repeats: int | None = None) -> float:
+    """Shortest of some runs after one that warms up; `run` returns jax arrays.
+
+    As many as `repeats` says, or else as are worth it.
+    """
+    jax.block_until_ready(run())
+    times: list[float] = []
+    while len(times) < (repeats or _RUNS) or (
+        repeats is None and len(times) < _MOST_RUNS and sum(times) < _RUNS_SECONDS
+    ):
+        start = time.perf_counter()
+        jax.block_until_ready(run())
+        times.append(time.perf_counter() - start)
+    return min(times)

@@ -1,0 +1,447 @@
+"""A program as one compiled step: what happens at a call, and what it measured."""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from poet_jax.core import progress
+from poet_jax.core.graph import Graph
+from poet_jax.core.plan import Compute, Free, PageIn, PageOut
+from poet_jax.core.units import format_bytes, format_count, format_seconds
+from poet_jax.devices.machine import default_store
+from poet_jax.emit import Emitted
+from poet_jax.stores import PagedArray, Store, library
+from poet_jax.stores.paged import copied, drop_copies
+from poet_jax.stores.store import SECTOR_BYTES
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """When a stage or a transfer ran, in seconds from the beginning of the step.
+
+    Attributes:
+      name: of the stage's nodes, or of the value that was moved.
+      lane: "compute" or "storage".
+    """
+
+    name: str
+    lane: str
+    start_seconds: float
+    stop_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What one call of a step measured.
+
+    Attributes:
+      seconds: wall-clock time of the call.
+      peak_bytes: most RAM of array data and workspace, by XLA's own count.
+      bytes_paged_in, bytes_paged_out: moved from and to the store.
+      recomputed: nodes that ran again.
+      storage_seconds: that reading and writing took.
+      waiting_seconds: of these, those in which computing waited, for pages to come in
+        or for room that was to be free once they were written.
+      spans: transfers on the CPU, and stages if the executor traces.
+    """
+
+    seconds: float
+    peak_bytes: int
+    bytes_paged_in: int = 0
+    bytes_paged_out: int = 0
+    recomputed: int = 0
+    storage_seconds: float = 0.0
+    waiting_seconds: float = 0.0
+    spans: tuple[Span, ...] = dataclasses.field(default=(), repr=False)
+
+    @property
+    def hidden_seconds(self) -> float:
+        """Storage seconds under which computing went on."""
+        return max(0.0, self.storage_seconds - self.waiting_seconds)
+
+    def __str__(self) -> str:
+        return (
+            f"{format_seconds(self.seconds)}, peak {format_bytes(self.peak_bytes)}, "
+            f"{format_bytes(self.bytes_paged_out)} paged out, "
+            f"{format_bytes(self.bytes_paged_in)} in, "
+            f"{format_count(self.recomputed, 'node')} run again"
+        )
+
+
+class HostExecutor:
+    """Compiles programs for JAX's default backend, and pages through `store`.
+
+    Args:
+      store: where pages go; by default a `FileStore` in the system's folder for
+        temporary files, or the host's memory if arrays are on an accelerator.
+      trace: whether `Run.spans` has the times of stages, on the CPU. It needs the C++
+        compiler that paging to files needs.
+    """
+
+    def __init__(self, store: Store | None = None, trace: bool = False):
+        self._store, self.trace = store, trace
+
+    @property
+    def store(self) -> Store:
+        """Where pages go."""
+        if self._store is None:
+            self._store = default_store()
+        return self._store
+
+
+class Step:
+    """A jitted function, compiled for the arguments that were planned for.
+
+    A call is one of the function. It returns when the step is done, so that no two
+    share the memory.
+
+    Args:
+      jitted: what is compiled.
+      args, kwargs: its arguments, or shapes of them.
+      graph: what is compiled in another form; says what is in RAM from the beginning.
+      scratch_bytes: that libraries allocate without XLA's knowledge.
+      recomputed: nodes that run again.
+
+    Attributes:
+      compiled: XLA's compiled object.
+      nbytes: RAM while it runs, by XLA's own count, arguments and results included.
+      last_run: what the latest call measured.
+    """
+
+    def __init__(
+        self,
+        jitted: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        graph: Graph,
+        *,
+        scratch_bytes: int = 0,
+        recomputed: int = 0,
+    ):
+        self._jitted = jitted
+        lowered = jitted.lower(*args, **kwargs)
+        with progress.line(lambda: "compiling"):
+            self.compiled = lowered.compile()
+        analysis = self.compiled.memory_analysis()
+        assert analysis is not None, "this backend does not say what a step needs"
+        new_bytes = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        held_bytes = sum(graph.values[v].nbytes for v in graph.initial)
+        self.nbytes = int(
+            held_bytes + new_bytes + analysis.temp_size_in_bytes + scratch_bytes
+        )
+        self._recomputed = recomputed
+        self._seconds = 0.0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if copied:  # memory that this step does not know of
+            drop_copies()
+        return self.run(*args, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """As a call, whatever else is in RAM."""
+        start = time.perf_counter()
+        try:
+            results = jax.block_until_ready(self._jitted(*args, **kwargs))
+        except (RuntimeError, ValueError) as error:
+            if "has been deleted" not in str(error):
+                raise
+            raise RuntimeError(
+                "A step was given an array that has been deleted. An argument that "
+                "was donated to an earlier call is gone. Use what that call "
+                "returned."
+            ) from error
+        self._seconds = time.perf_counter() - start
+        return results
+
+    @property
+    def last_run(self) -> Run:
+        return Run(self._seconds, self.nbytes, recomputed=self._recomputed)
+
+
+class PagedStep:
+    """A step that moves pages, or has state on storage.
+
+    Every array that it writes to the store is a new one, so that a step that fails
+    leaves state on storage as it was.
+
+    Args:
+      emitted: the program, and its stages.
+      store: where pages go.
+      scratch_bytes: that libraries allocate without XLA's knowledge.
+
+    Attributes:
+      compiled, nbytes: as of `Step`.
+      last_run: what the latest call measured.
+
+    Raises PageStoreError if pages cannot be moved here.
+    """
+
+    def __init__(
+        self,
+        emitted: Emitted,
+        store: Store,
+        scratch_bytes: int = 0,
+    ):
+        if emitted.records:
+            library.load()
+        self._emitted, self._store = emitted, store
+        self.graph = graph = emitted.program.graph
+        shapes = [graph.values[v].aval for v in emitted.inputs]
+        if emitted.pages:
+            rows = sum(map(len, emitted.pages.values()))
+            shapes.append(jax.ShapeDtypeStruct((rows, 4), np.uint32))
+        gone = graph.donated | graph.resident
+        jitted = jax.jit(
+            emitted,
+            donate_argnums=[n for n, v in enumerate(emitted.inputs) if v in gone],
+            keep_unused=True,
+        )
+        self._step = Step(jitted, shapes, {}, graph, scratch_bytes=scratch_bytes)
+        self.compiled, self.nbytes = self._step.compiled, self._step.nbytes
+        self._offsets, self._room_bytes = _room(emitted)
+        self.last_run = Run(0.0, self.nbytes)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        start = time.perf_counter()
+        graph, leaves = self.graph, jax.tree.leaves((args, kwargs))
+        given = dict(zip(graph.arguments, leaves, strict=True))
+        for value, leaf in given.items():
+            if isinstance(leaf, jax.Array | PagedArray) and leaf.is_deleted():
+                raise RuntimeError(
+                    f"{graph.values[value].name} was given as an array of shape "
+                    f"{leaf.shape} that has been deleted. An argument that was donated "
+                    "to an earlier call is gone. Use what that call returned."
+                )
+        copies, copied_now = self._copies(leaves)
+        drop_copies()  # those of other steps are memory that this plan does not know of
+        room = None
+        landed: dict[int, PagedArray] = {}  # by flat output
+        try:
+            if self._room_bytes:
+                room = self._store.allocate(self._room_bytes, "pages of a step")
+            for place in graph.landing.values():
+                value = graph.outputs[place.leaf]
+                if place.leaf not in landed:
+                    landed[place.leaf] = PagedArray(
+                        self._store, *graph.values[value].kind, graph.values[value].name
+                    )
+            inputs = [
+                copies[v] if v in copies else given[v] for v in self._emitted.inputs
+            ]
+            if self._emitted.pages:
+                inputs.append(self._places(leaves, landed, room))
+            results = self._step.run(*inputs)
+        except BaseException as error:
+            for paged in landed.values():
+                paged.delete()
+            if (failure := library.page_error(error)) is not None:
+                raise failure from error
+            raise
+        finally:
+            if room is not None:
+                self._store.free(room)
+        records, stamps = self._records(results)
+        written = dict(records)  # what lands is paged out once
+        for value, place in graph.landing.items():
+            checksums = written[PageOut(value)][:, 0].tolist()
+            landed[place.leaf].set_checksums(place.block, checksums)
+        self.last_run = self._measured(start, records, stamps, copied_now)
+        return jax.tree.unflatten(
+            graph.out_tree, self._outputs(leaves, landed, results)
+        )
+
+    def _copies(
+        self, leaves: Sequence[Any]
+    ) -> tuple[dict[int, jax.Array], dict[int, tuple[float, float]]]:
+        """Copies in RAM of arguments on storage, and when missing ones were read.
+
+        Times are (start, stop) on the clock of the stamps.
+        """
+        copies, read = {}, {}
+        values = self.graph.values
+        # What is read is there twice for a moment: the largest first.
+        for value in sorted(self.graph.resident, key=lambda v: -values[v].nbytes):
+            place, described = self.graph.stored[value], self.graph.values[value]
+            copy = leaves[place.leaf].take_copy(place.block)
+            if copy is None:
+                start = time.monotonic()
+                data = np.empty(described.nbytes, np.uint8)
+                leaves[place.leaf].read(data, place.block, described.name)
+                shaped = data.view(described.dtype).reshape(described.shape)
+                copy = jax.device_put(shaped)
+                read[value] = start, time.monotonic()
+            copies[value] = copy
+        return copies, read
+
+    def _places(
+        self, leaves: Sequence[Any], landed: dict[int, PagedArray], room: int | None
+    ) -> np.ndarray:
+        """[P, 4] for `Emitted.pages`."""
+        graph = self.graph
+        rows = []
+        for value in self._emitted.pages:
+            name = graph.values[value].name
+            if value in graph.stored:
+                place = graph.stored[value]
+                rows += leaves[place.leaf].places(place.block, name)
+            elif value in graph.landing:
+                place = graph.landing[value]
+                rows += landed[place.leaf].places(place.block, name)
+            else:
+                sector = ((room or 0) + self._offsets[value]) // SECTOR_BYTES
+                rows.append(
+                    (self._store.descriptor(), sector, int(self._store.is_direct), 0)
+                )
+        return np.array(rows, np.uint32)
+
+    def _records(
+        self, results: list[Any]
+    ) -> tuple[list[tuple[PageIn | PageOut, np.ndarray]], np.ndarray]:
+        """([blocks, 6] of each transfer, [S, 2] stamps), taken off `results`."""
+        if not self._emitted.records:
+            return [], np.zeros((0, 2), np.uint32)
+        left, records = np.asarray(results.pop()), []
+        for transfer in self._emitted.transfers:
+            size = 6 * len(self._emitted.pages[transfer.value])
+            records.append((transfer, left[:size].reshape(-1, 6)))
+            left = left[size:]
+        return records, left.reshape(-1, 2)
+
+    def _outputs(
+        self, leaves: Sequence[Any], landed: dict[int, PagedArray], results: list[Any]
+    ) -> list[Any]:
+        """The flat outputs, in RAM or on storage; donated arguments on storage go."""
+        graph = self.graph
+        here = iter(results)
+        outputs = [
+            landed[leaf]
+            if leaf in landed
+            else leaves[graph.stored[value].leaf]
+            if value in graph.stored
+            else next(here)
+            for leaf, value in enumerate(graph.outputs)
+        ]
+        for value, copy in zip(sorted(graph.resident), here, strict=True):
+            new = graph.successors[value]
+            place = graph.landing.get(new) or graph.stored[value]
+            holder = landed if new in graph.landing else leaves
+            holder[place.leaf].keep_copy(place.block, copy)
+        kept = set(map(id, outputs))
+        for value in graph.donated.intersection(graph.stored):
+            paged = leaves[graph.stored[value].leaf]
+            if id(paged) not in kept:
+                paged.delete()
+        return outputs
+
+    def _measured(
+        self,
+        start: float,
+        records: list[tuple[PageIn | PageOut, np.ndarray]],
+        stamps: np.ndarray,
+        copied_now: dict[int, tuple[float, float]],
+    ) -> Run:
+        graph, emitted = self.graph, self._emitted
+        moved = {kind: 0 for kind in (PageIn, PageOut)}
+        seconds = time.perf_counter() - start
+        began = time.monotonic() - seconds  # on the clock of the stamps
+        spans: list[Span] = []
+
+        def span(transfer: PageIn | PageOut, first: float, last: float) -> Span:
+            word = "page in" if isinstance(transfer, PageIn) else "page out"
+            name = f"{word} {graph.values[transfer.value].name}"
+            return Span(name, "storage", first - began, last - began)
+
+        for value, (first, last) in copied_now.items():
+            moved[PageIn] += graph.values[value].nbytes
+            spans.append(span(PageIn(value), first, last))
+        waiting = sum(last - first for first, last in copied_now.values())
+        times = _seconds(stamps)
+        done: dict[int, float] = {}  # when a transfer ended that nothing waited for yet
+        moves, begins = iter(records), zip(emitted.timed, times, strict=False)
+        timed, begin = next(begins, (None, 0.0))
+        for step in emitted.steps if records else ():
+            if isinstance(step, PageIn | PageOut):
+                transfer, rows = next(moves)
+                starts, stops = _seconds(rows[:, 1:3]), _seconds(rows[:, 3:5])
+                moved[type(transfer)] += graph.values[transfer.value].nbytes
+                spans += map(span, [transfer] * len(rows), starts, stops)
+                done[transfer.value] = stops.max()
+            elif step is timed:
+                needs = (step.value,) if isinstance(step, Free) else step.reads
+                here = [done.pop(v) for v in needs if v in done]
+                waiting += max(0.0, max(here, default=0.0) - begin)
+                timed, begin = next(begins, (None, 0.0))
+        if done:  # what lands is written before the step ends
+            waiting += max(0.0, max(done.values()) - times[-1])
+        storage = sum(x.stop_seconds - x.start_seconds for x in spans)
+        if emitted.is_traced:
+            for step, first, last in zip(
+                emitted.timed, times[:-1], times[1:], strict=True
+            ):
+                if isinstance(step, Free):
+                    continue
+                name = _name(graph, step.nodes)
+                spans.append(Span(name, "compute", first - began, last - began))
+        return Run(
+            seconds,
+            self.nbytes,
+            moved[PageIn],
+            moved[PageOut],
+            emitted.program.recomputed,
+            storage,
+            waiting,
+            tuple(spans),
+        )
+
+
+def _name(graph: Graph, nodes: Sequence[int]) -> str:
+    names = dict.fromkeys((graph.nodes[nodes[0]].name, graph.nodes[nodes[-1]].name))
+    return " to ".join(names)
+
+
+def _seconds(halves: np.ndarray) -> np.ndarray:
+    """[N] seconds of [N, 2] nanoseconds, low and high half."""
+    wide = halves.astype(np.uint64)
+    return (wide[:, 0] + (wide[:, 1] << np.uint64(32))) / 1e9
+
+
+def _room(emitted: Emitted) -> tuple[dict[int, int], int]:
+    """Offset of each page that only this step has, and bytes of them all.
+
+    A page has its room until something has read what came back: only then is it sure
+    that no later transfer overtakes the reading.
+    """
+    program = emitted.program
+    graph = program.graph
+    free: list[tuple[int, int]] = []  # (offset, bytes)
+    taken: dict[int, tuple[int, int]] = {}
+    returned: dict[int, tuple[int, int]] = {}  # not read yet
+    offsets: dict[int, int] = {}
+    end = 0
+    for row, x in enumerate(program.instructions):
+        match x:
+            case PageOut(value) if value not in graph.landing:
+                size = -(-graph.values[value].nbytes // SECTOR_BYTES) * SECTOR_BYTES
+                offset, length = next((x for x in free if x[1] >= size), (end, 0))
+                if length:
+                    free.remove((offset, length))
+                    free.append((offset + size, length - size))
+                end = max(end, offset + size)
+                offsets[value], taken[value] = offset, (offset, size)
+            case PageIn(value) if value in taken:
+                if program.last_page_in[value] == row:
+                    returned[value] = taken.pop(value)
+            case Compute(number):
+                for value in graph.nodes[number].reads:
+                    if value in returned:
+                        free.append(returned.pop(value))
+    return offsets, end
+
+
+def release() -> None:
+    """Drop the copies of `PagedArray`s that steps left in RAM for the next call."""
+    drop_copies()

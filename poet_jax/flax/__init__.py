@@ -1,0 +1,1 @@
+"""Training steps of Flax models."""

@@ -1,0 +1,298 @@
+"""Training steps of `flax.nnx` modules within a budget."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from poet_jax.api.effects import Effects
+from poet_jax.api.schedule import Schedule
+from poet_jax.api.transform import Scheduled
+from poet_jax.api.transform import schedule as schedule_function
+from poet_jax.core.plan import BudgetLike
+from poet_jax.emit.executor import Run
+from poet_jax.flax.losses import (
+    default_loss,
+    default_optimizer,
+    donatable,
+    scalar_and_aux,
+)
+from poet_jax.stores.paged import in_ram
+from poet_jax.update.items import Beneath
+from poet_jax.update.part import EVERYTHING, Part
+from poet_jax.update.scheme import UpdateLike, parse_update
+
+
+class ScheduledModules:
+    """A function of nnx modules and arrays that runs within a budget; see
+    `schedule`."""
+
+    def __init__(self, step: Callable, scheduled: Scheduled):
+        functools.update_wrapper(self, step)
+        self._scheduled = scheduled
+        self._same: Any = None  # a structure that a call left as it was
+
+    def plan(self, *args: Any, **kwargs: Any) -> Schedule:
+        """The schedule for arguments like these; runs nothing."""
+        return self._scheduled.plan(*_split(args, kwargs)[:3])
+
+    def beneath(self, *args: Any, **kwargs: Any) -> tuple[Scheduled, tuple[Any, ...]]:
+        """The scheduled function of arrays, and its arguments for these."""
+        return self._scheduled, _split(args, kwargs)[:3]
+
+    def effects(self, *args: Any, **kwargs: Any) -> Effects:
+        """What each pass makes of the graph for arguments like these."""
+        return self._scheduled.effects(*_split(args, kwargs)[:3])
+
+    @property
+    def last_run(self) -> Run | None:
+        """What the latest call measured; None before the first."""
+        return self._scheduled.last_run
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        structure, variables, rest, modules = _split(args, kwargs)
+        variables, result, graphdef, arrays = self._scheduled(
+            structure, donatable(variables, rest), rest
+        )
+        if graphdef is not self._same:
+            if graphdef == structure[-1]:
+                self._same = graphdef
+            else:
+                others = nnx.merge_state(rest[0], arrays)
+                _restructure(modules, nnx.merge(graphdef, variables, others))
+        nnx.update(modules, variables, arrays)
+        return result
+
+
+def schedule(
+    step: Callable | None = None, budget: BudgetLike | None = None, **options: Any
+) -> Any:
+    """Run `step` within a budget: replaces `nnx.jit(step)`, also as a decorator.
+
+    Modules, optimizers and metrics among the arguments are updated in place, their
+    plain attributes, too; what `step` returns is returned, arrays only. The arrays that
+    variables held before the call are freed during it, as their replacements appear.
+    `nnx.clone` shares arrays with its model: for a snapshot that lasts, keep
+    `jax.tree.map(jnp.copy, nnx.state(model))`.
+    Options are those of `poet_jax.schedule`, without static and donated arguments.
+    Returns a `ScheduledModules`.
+    """
+    if not callable(step):
+        given = step if budget is None else budget
+        return functools.partial(schedule, budget=given, **options)
+
+    def pure(structure, variables, rest):
+        args, kwargs, modules = _merge(structure, variables, rest)
+        result = step(*args, **kwargs)
+        graphdef, variables, arrays = nnx.split(modules, nnx.Variable, ...)
+        return variables, result, graphdef, _changed(rest[0], arrays)
+
+    pure.__name__ = getattr(step, "__name__", "step")
+    scheduled = schedule_function(
+        pure, budget, static_argnums=0, donate_argnums=1, **options
+    )
+    return ScheduledModules(step, scheduled)
+
+
+def _split(args: Any, kwargs: Any):
+    """(structure, variables, all other arrays, modules) of a call's arguments."""
+    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=nnx.graph.is_graph_node)
+    is_module = tuple(map(nnx.graph.is_graph_node, leaves))
+    modules = [x for x, module in zip(leaves, is_module, strict=True) if module]
+    others = [x for x, module in zip(leaves, is_module, strict=True) if not module]
+    graphdef, variables, arrays = nnx.split(modules, nnx.Variable, ...)
+    return (tree, is_module, graphdef), variables, (arrays, others), modules
+
+
+def _merge(structure: Any, variables: Any, rest: Any):
+    """(args, kwargs, the modules among them), new ones, from what `_split` gives."""
+    tree, is_module, graphdef = structure
+    arrays, others = rest
+    modules = nnx.merge(graphdef, variables, arrays, copy=True)
+    module, other = iter(modules), iter(others)
+    leaves = [next(module if is_one else other) for is_one in is_module]
+    return *jax.tree.unflatten(tree, leaves), modules
+
+
+def _changed(old: Any, new: Any) -> Any:
+    """The leaves of the state `new` that are not those of `old`."""
+    known = dict(nnx.to_flat_state(old))
+    leaves = nnx.to_flat_state(new)
+    return nnx.from_flat_state((p, x) for p, x in leaves if known.get(p) is not x)
+
+
+def _restructure(modules: Any, like: Any) -> None:
+    """Give `modules` the plain attributes and submodules of `like`."""
+    old, new = (
+        {path: x for path, x in nnx.iter_graph(one) if isinstance(x, nnx.Pytree)}
+        for one in (modules, like)
+    )
+    for path in old.keys() & new.keys():
+        before, after = (
+            {k: x for k, x in vars(one).items() if not k.startswith("_pytree__")}
+            for one in (old[path], new[path])
+        )
+        for name in before.keys() - after.keys():
+            delattr(old[path], name)
+        for name, value in after.items():
+            # Data is set by `nnx.update`, where it was before, and is deleted by now.
+            data = any(map(nnx.is_data, jax.tree.leaves(value, is_leaf=nnx.is_data)))
+            if name not in before or not (data or before[name] == value):
+                setattr(old[path], name, value)
+
+
+class PartOptimizer(nnx.Optimizer):
+    """An optimizer of a part of a model's parameters, whose state is of no others.
+
+    Attributes:
+      part: an `update.Part` of variables, as its channels and adapters are state.
+    """
+
+    def __init__(self, model: nnx.Module, tx: optax.GradientTransformation, part: Part):
+        def init(params):
+            return tx.init(part.split(nnx.as_pure(params)))
+
+        super().__init__(
+            model, optax.GradientTransformation(init, tx.update), wrt=nnx.Param
+        )
+        self.tx = tx
+        self.part = nnx.data(jax.tree.map(nnx.OptArray, part))
+
+    def update(self, model: nnx.Module, grads: Any, /, **kwargs: Any) -> Any:
+        """Update the part in place; `grads` are of its trainable tree."""
+        params = nnx.as_pure(nnx.state(model, self.wrt))
+        part = nnx.as_pure(self.part)
+        trainable = part.split(params)
+        updates, opt_state = self.tx.update(
+            grads, nnx.as_pure(self.opt_state), trainable, **kwargs
+        )
+        params, part = part.replace(optax.apply_updates(trainable, updates), params)
+        nnx.update(model, params)
+        nnx.update(self.opt_state, nnx.state(opt_state))
+        nnx.update(self.part, nnx.state(part))
+        self.step[...] += 1
+        return updates
+
+
+class TrainStep:
+    """A training step of an nnx module; made by `train_step`.
+
+    `loss = step(batch)`, or `(loss, aux)`, updates `model` and `optimizer` in place.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        budget: BudgetLike,
+        loss_fn: Callable[[Any, Any], Any] | None,
+        optimizer: "optax.GradientTransformation | nnx.Optimizer | None",
+        update: UpdateLike | None = None,
+        **options: Any,
+    ):
+        if optimizer is None:
+            optimizer = default_optimizer()
+        self.model = model
+        self.scheme = None if update is None else parse_update(update)
+        self._loss_fn = loss_fn if loss_fn is not None else default_loss
+        self._scheduled = schedule(self.update, budget, **options)
+        self._optimizer: Any = optimizer
+        if self.scheme is not None and isinstance(optimizer, nnx.Optimizer):
+            raise TypeError(
+                "An nnx.Optimizer was given together with update=. It has a state for "
+                "every parameter that it was made for, and that of a part is made for "
+                "the part. Give its optax transformation, optimizer=optimizer.tx."
+            )
+        if self.scheme is None and not isinstance(optimizer, nnx.Optimizer):
+            self._optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+        elif self.scheme is not None and not self.scheme.last:
+            self._choose(None)
+
+    @property
+    def optimizer(self) -> nnx.Optimizer:
+        """With the state of what is trained; AttributeError if that is unknown yet."""
+        if not isinstance(self._optimizer, nnx.Optimizer):
+            raise AttributeError(
+                "The optimizer of a step that trains the last blocks was asked for. "
+                "Its state is made when a batch shows what is used after them. Call "
+                "step.plan(batch) before."
+            )
+        return self._optimizer
+
+    def _choose(self, batch: Any) -> None:
+        """Make the optimizer, if not made, of the part that the scheme trains."""
+        if isinstance(self._optimizer, nnx.Optimizer):
+            return
+        assert self.scheme is not None
+        graphdef, params, rest = nnx.split(self.model, nnx.Param, ...)
+
+        def loss(params, rest, batch):
+            return self._loss(nnx.merge(graphdef, params, rest, copy=True), batch)[0]
+
+        part = self.scheme.of(nnx.as_pure(params), rest, batch, loss=loss)
+        self._optimizer = PartOptimizer(self.model, self._optimizer, part)
+
+    def _loss(self, model: nnx.Module, batch: Any) -> tuple[jax.Array, Any]:
+        return scalar_and_aux(self._loss_fn(model, batch))
+
+    def update(self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any):
+        """The step as a function of modules, to be run by `nnx.jit` without a
+        budget."""
+        graphdef, params, rest = nnx.split(model, optimizer.wrt, ...)
+        part = EVERYTHING
+        if isinstance(optimizer, PartOptimizer):
+            part, params = nnx.as_pure((optimizer.part, params))
+
+        def loss_of(trainable, rest):
+            merged = part.merge(trainable, params)
+            replica = nnx.merge(graphdef, merged, rest, copy=True)
+            loss, aux = self._loss(replica, batch)
+            after, made, rest = nnx.split(replica, optimizer.wrt, ...)
+            return loss, (aux, rest, after, made)
+
+        (loss, (aux, rest, after, made)), gradients = jax.value_and_grad(
+            loss_of, has_aux=True
+        )(part.split(params), rest)
+        if after != graphdef:  # plain attributes that the loss has changed
+            _restructure(model, nnx.merge(after, made, rest, copy=True))
+        if self.scheme is not None and self.scheme.statistics == "keep":
+            rest = nnx.filter_state(rest, nnx.Not(nnx.BatchStat))
+        nnx.update(model, rest)
+        optimizer.update(model, gradients)
+        return loss if aux is None else (loss, aux)
+
+    def merged(self) -> nnx.Module:
+        """A copy of the model in RAM with adapters added to their kernels, to evaluate
+        or save."""
+        graphdef, params, rest = nnx.split(self.model, nnx.Param, ...)
+        part = getattr(self.optimizer, "part", EVERYTHING)
+        params = nnx.as_pure(part).merged(nnx.as_pure(params))
+        return nnx.merge(graphdef, params, in_ram(rest), copy=True)
+
+    def plan(self, batch: Any) -> Schedule:
+        """The schedule for batches like `batch`, arrays or shapes; runs nothing."""
+        self._choose(batch)
+        return self._scheduled.plan(self.model, self.optimizer, batch)
+
+    def beneath(self, batch: Any) -> Beneath:
+        """The step as a function of arrays, for `update.search`."""
+        self._choose(batch)
+        part = nnx.as_pure(getattr(self.optimizer, "part", EVERYTHING))
+        scheduled, args = self._scheduled.beneath(self.model, self.optimizer, batch)
+        return Beneath(scheduled, args, self.scheme, part, ("0/0", "0"), "0")
+
+    def effects(self, batch: Any) -> Effects:
+        """What each pass makes of the step's graph; see `Scheduled.effects`."""
+        self._choose(batch)
+        return self._scheduled.effects(self.model, self.optimizer, batch)
+
+    @property
+    def last_run(self) -> Run | None:
+        """What the latest step measured; None before the first."""
+        return self._scheduled.last_run
+
+    def __call__(self, batch: Any) -> Any:
+        self._choose(batch)
+        return self._scheduled(self.model, self.optimizer, batch)

@@ -1,0 +1,122 @@
+"""Pooling and its gradients, for XLA's CPU backend.
+
+For the gradient of max pooling, XLA on the CPU finds the largest element of each window
+with the indices of all of them, and scatters: it allocates some five times the image,
+and takes ten times as long as comparing shifted images does. Sums over windows of a few
+elements, which the gradient of upsampling by `jnp.repeat` has, it computes one axis at
+a time, from a copy of the image, as it fuses nothing into a sum.
+"""
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from poet_jax.core.graph import Equation
+
+# Each element of a window is one more term for every element of the image.
+MOST_ELEMENTS = 16
+MOST_TERMS = 4
+
+
+def is_pool_gradient(equation: Equation) -> bool:
+    """Whether `by_comparison` computes it, and in less time than XLA: windows of at
+    most `MOST_ELEMENTS`, of one image each."""
+    if equation.primitive.name != "select_and_scatter_add":
+        return False
+    params = equation.params
+    slope, image = equation.operand_shapes
+    return (
+        slope.size > 0
+        and math.prod(params["window_dimensions"]) <= MOST_ELEMENTS
+        and params["window_dimensions"][0] == params["window_strides"][0] == 1
+        and not any(params["padding"][0])
+        and jnp.issubdtype(image.dtype, jnp.floating)
+    )
+
+
+def is_short_sum(equation: Equation) -> bool:
+    """Whether it adds few elements that lie apart in memory."""
+    if equation.primitive.name != "reduce_sum":
+        return False
+    (array,) = equation.operand_shapes
+    axes = equation.params["axes"]
+    return (
+        array.dtype in (jnp.dtype("float32"), jnp.dtype("float64"))
+        and 1 < math.prod(array.shape[axis] for axis in axes) <= MOST_TERMS
+        and array.ndim - 1 not in axes
+    )
+
+
+def by_additions(params: dict[str, Any], array: jax.Array) -> jax.Array:
+    """The sum of an array over `params["axes"]`, in XLA's order."""
+    terms = [array]
+    for axis in sorted(params["axes"], reverse=True):
+        terms = [
+            lax.index_in_dim(term, index, axis, keepdims=False)
+            for index in range(array.shape[axis])
+            for term in terms
+        ]
+    return functools.reduce(operator.add, terms)
+
+
+def by_comparison(params: dict[str, Any], slope: jax.Array, image: jax.Array):
+    """[*image.shape] the slope [images, *windows] where each window is largest.
+
+    Among equal elements it is XLA's choice; among some that are NaN it may be another.
+    """
+    # One image at a time, which XLA does not compute again for each term below.
+    winners = lax.map(lambda x: _winner(params, x, slope.shape), image)
+    total = None
+    for number, offset in enumerate(_offsets(params)):
+        mine = jnp.where(winners == number, slope, jnp.zeros((), slope.dtype))
+        ends = [
+            (start - low, size + low - start - (count - 1) * step - 1, step - 1)
+            for start, size, count, step, (low, _) in zip(
+                offset,
+                image.shape,
+                slope.shape,
+                params["window_strides"],
+                params["padding"],
+                strict=True,
+            )
+        ]
+        part = lax.pad(mine, jnp.zeros((), slope.dtype), ends)
+        total = part if total is None else total + part
+    return total
+
+
+def _offsets(params: dict[str, Any]) -> list[tuple[int, ...]]:
+    """Of a window's elements from its start, in the order of `_winner`."""
+    return list(itertools.product(*map(range, params["window_dimensions"])))
+
+
+def _winner(params: dict[str, Any], image: jax.Array, shape: Sequence[int]):
+    """[*windows] the number of the element that each window of an image selects."""
+    least = -jnp.inf if params["select_prim"] is lax.ge_p else jnp.inf
+    around = [(low, high, 0) for low, high in params["padding"][1:]]
+    padded = lax.pad(image, jnp.asarray(least, image.dtype), around)
+    strides = params["window_strides"][1:]
+
+    def met(offset: Sequence[int]) -> jax.Array:
+        stop = [
+            start + (count - 1) * step + 1
+            for start, count, step in zip(offset, shape[1:], strides, strict=True)
+        ]
+        return lax.slice(padded, offset, stop, strides)
+
+    (_, *first), *others = _offsets(params)
+    best = met(first)
+    winner = jnp.zeros(best.shape, jnp.int8)
+    for number, (_, *offset) in enumerate(others, 1):
+        new = met(offset)
+        stays = params["select_prim"].bind(best, new)
+        best = jnp.where(stays, best, new)
+        winner = jnp.where(stays, winner, jnp.int8(number))
+    return winner

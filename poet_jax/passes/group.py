@@ -1,0 +1,349 @@
+"""Group the equations that XLA would fuse, so that a node is worth scheduling.
+
+Every expensive equation is a node of its own; the light equations between expensive
+ones form one node per connected component. Five rules keep the groups useful:
+
+- A value of at most `TINY_BYTES` does not tie two groups together: a step counter would
+  otherwise join every parameter's update into one node.
+- A light equation that reads nothing but arguments joins its first consumer, so that
+  the decay of a moment is part of the update and not a copy that waits for it.
+- A broadcast of a tiny value is repeated inside every node that reads it.
+- A slice that the backward pass takes of what the forward pass made stays there, as
+  the slice would be saved beside the whole otherwise.
+- A product that is only read transposed, as the gradient of a kernel is, is taken the
+  other way around: an update that read it across its rows would take several times as
+  long.
+
+Groups are numbered by depth, and every edge between two groups leads to a greater
+depth, so merging never makes a cycle.
+"""
+
+import dataclasses
+import graphlib
+import heapq
+from collections.abc import Iterable
+
+from poet_jax.core.graph import Equation, Graph, Literal, Node, renumber
+
+TINY_BYTES = 4096
+
+HEAVY = frozenset(
+    "dot_general ragged_dot_general conv_general_dilated gather scatter scatter-add "
+    "scatter_add scatter-mul scatter_mul scatter-min scatter_min scatter-max "
+    "scatter_max sort top_k approx_top_k argmin argmax cumsum cumprod cummax cummin "
+    "cumlogsumexp reduce_window reduce_window_sum reduce_window_max reduce_window_min "
+    "reduce_precision select_and_scatter select_and_scatter_add select_and_gather_add "
+    "fft cholesky lu householder_product geqrf ormqr qr eig eigh svd schur "
+    "triangular_solve tridiagonal_solve random_bits threefry2x32 rng_bit_generator "
+    "rng_uniform pure_callback io_callback debug_callback ffi_call custom_call "
+    "pallas_call custom_linear_solve custom_root".split()
+)
+
+
+def is_heavy(node: Node) -> bool:
+    """Whether the node's one equation is worth a node of its own, whatever it joins."""
+    (equation,) = node.equations
+    heavy = equation.primitive.name in HEAVY or bool(equation.inner)
+    return heavy or not node.repeatable
+
+
+@dataclasses.dataclass(eq=False)
+class _Group:
+    depth: int
+    heavy: bool
+    members: list[int]
+
+
+def coarsen(graph: Graph) -> Graph:
+    """A graph with fewer, larger nodes that computes the same, for a graph of
+    `trace`."""
+    return _Coarsener(graph).result()
+
+
+class _Coarsener:
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.heavy = [is_heavy(node) for node in graph.nodes]
+        self.free = {n for n in range(len(graph.nodes)) if self.is_free(n)}
+        self.group: dict[int, _Group] = {}
+        self.rooted = self.reading_only_arguments()
+        self.turned = dict(self.transposed_products())
+        self.effect_depth = -1  # of the group of the last effect
+
+    def is_tiny(self, value: int) -> bool:
+        return self.graph.values[value].nbytes <= TINY_BYTES
+
+    def is_free(self, number: int) -> bool:
+        """A broadcast of tiny operands, repeated wherever it is read."""
+        node = self.graph.nodes[number]
+        return (
+            node.equations[0].primitive.name in ("broadcast_in_dim", "iota")
+            and all(self.is_tiny(v) for v in node.reads)
+            and not any(v in self.graph.outputs for v in node.writes)
+        )
+
+    def reads(self, number: int) -> Iterable[int]:
+        """Values that node `number` reads once free nodes are repeated inside it."""
+        for value in self.graph.nodes[number].reads:
+            producer = self.graph.producer.get(value)
+            if producer in self.free:
+                yield from self.reads(producer)
+            else:
+                yield value
+
+    def producers(self, number: int) -> Iterable[tuple[int, int]]:
+        """(value, node) for each read that a node writes."""
+        for value in self.reads(number):
+            if value in self.graph.producer:
+                yield value, self.graph.producer[value]
+
+    def is_all_tiny(self, number: int) -> bool:
+        node = self.graph.nodes[number]
+        return all(self.is_tiny(v) for v in (*self.reads(number), *node.writes))
+
+    def reading_only_arguments(self) -> set[int]:
+        """Light nodes all of whose ancestors are arguments, constants or such nodes."""
+        rooted: set[int] = set()
+        for number in range(len(self.graph.nodes)):
+            if number in self.free or self.heavy[number]:
+                continue
+            if all(producer in rooted for _, producer in self.producers(number)):
+                rooted.add(number)
+        return rooted
+
+    def transposed_products(self) -> Iterable[tuple[int, int]]:
+        """(transpose, product of two matrices that nothing else reads), nodes."""
+        for number, node in enumerate(self.graph.nodes):
+            if node.equations[0].params.get("permutation") != (1, 0):
+                continue
+            for value, maker in self.producers(number):
+                alone = list(self.all_readers(value)) == [number]
+                if (
+                    alone
+                    and value not in self.graph.outputs
+                    and can_turn(self.graph.nodes[maker].equations[0])
+                ):
+                    yield number, maker
+
+    def result(self) -> Graph:
+        for number in range(len(self.graph.nodes)):
+            if number not in self.free and number not in self.rooted:
+                self.place(number)
+        for number in sorted(self.rooted, reverse=True):
+            self.place_before_consumers(number)
+        return renumber(self.graph, self.sorted_nodes())
+
+    def place(self, number: int) -> None:
+        """Put a node into the deepest of its producers' groups if the edges there
+        tie."""
+        edges = [
+            (v, self.group[p])
+            for v, p in self.producers(number)
+            if p not in self.rooted
+        ]
+        depth = max((g.depth for _, g in edges), default=-1)
+        deepest = [(v, g) for v, g in edges if g.depth == depth]
+        if number in self.turned:
+            group = self.group[self.turned[number]]
+            group.members.append(number)
+            self.group[number] = group
+            return
+        if not self.graph.nodes[number].repeatable:  # deeper than the effect before it
+            depth = max(depth, self.effect_depth)
+            self.effect_depth = depth + 1
+        if self.heavy[number] or not deepest or not self.ties(number, deepest):
+            self.group[number] = _Group(depth + 1, self.heavy[number], [number])
+            return
+        target, *others = list(dict.fromkeys(g for _, g in deepest))
+        for other in others:
+            target.members.extend(other.members)
+            for member in other.members:
+                self.group[member] = target
+        target.members.append(number)
+        self.group[number] = target
+
+    def ties(self, number: int, edges: list[tuple[int, _Group]]) -> bool:
+        """Whether `number` may join, and so unite, the groups its deepest edges lead
+        to.
+
+        All of them must be light, and each joined by a large value, or by a tiny one
+        that comes from the only group read there or from a group of tiny values only.
+        """
+        node = self.graph.nodes[number]
+        if any(g.heavy for _, g in edges):
+            return False
+        if node.backward and node.equations[0].primitive.name == "slice":
+            makers = (self.graph.producer[v] for v, _ in edges)
+            if not all(self.graph.nodes[n].backward for n in makers):
+                return False
+        groups = {g for _, g in edges}
+        tiny = self.is_all_tiny(number)
+        return all(
+            any(
+                not self.is_tiny(v)
+                or (
+                    tiny and (len(groups) == 1 or all(map(self.is_all_tiny, g.members)))
+                )
+                for v, group in edges
+                if group is g
+            )
+            for g in groups
+        )
+
+    def place_before_consumers(self, number: int) -> None:
+        """Put a node that reads only arguments into its one shallowest consumer's
+        group."""
+        consumers = {
+            self.group[reader]
+            for value in self.graph.nodes[number].writes
+            for reader in self.all_readers(value)
+        }
+        if not consumers:
+            self.group[number] = _Group(0, False, [number])
+            return
+        depth = min(g.depth for g in consumers)
+        first, *others = [g for g in consumers if g.depth == depth]
+        if first.heavy or others:
+            self.group[number] = _Group(depth - 1, False, [number])
+        else:
+            first.members.append(number)
+            self.group[number] = first
+
+    def all_readers(self, value: int) -> Iterable[int]:
+        for reader in self.graph.readers[value]:
+            if reader in self.free:
+                for written in self.graph.nodes[reader].writes:
+                    yield from self.all_readers(written)
+            else:
+                yield reader
+
+    def sorted_nodes(self) -> list[Node]:
+        """The groups as nodes, in an order close to the given one; effects keep
+        theirs."""
+        groups = list(dict.fromkeys(self.group.values()))
+        before: dict[_Group, set[_Group]] = {g: set() for g in groups}
+        for number, group in self.group.items():
+            before[group].update(self.group[p] for _, p in self.producers(number))
+        effects = [
+            self.group[n] for n, x in enumerate(self.graph.nodes) if not x.repeatable
+        ]
+        for first, second in zip(effects, effects[1:], strict=False):
+            before[second].add(first)
+        for group, predecessors in before.items():
+            predecessors.discard(group)
+        sorter = graphlib.TopologicalSorter(before)
+        sorter.prepare()
+        position = {g: (max(g.members), i) for i, g in enumerate(groups)}
+        ready, nodes = [], []
+        while sorter.is_active():
+            for group in sorter.get_ready():
+                heapq.heappush(ready, (position[group], group))
+            _, group = heapq.heappop(ready)
+            nodes.append(self.merge(sorted(group.members)))
+            sorter.done(group)
+        return nodes
+
+    def merge(self, members: list[int]) -> Node:
+        """One node of the members' equations, free nodes repeated before their
+        readers."""
+        nodes = self.graph.nodes
+        inside = set(members)
+        order: list[int] = []
+
+        def append(number: int) -> None:
+            for value in nodes[number].reads:
+                producer = self.graph.producer.get(value)
+                if producer in self.free and producer not in order:
+                    append(producer)
+            order.append(number)
+
+        for member in members:
+            append(member)
+        written = {v for n in order for v in nodes[n].writes}
+        reads = tuple(
+            dict.fromkeys(v for n in order for v in nodes[n].reads if v not in written)
+        )
+        outside = set(self.graph.outputs)
+        writes = tuple(
+            v
+            for n in members
+            for v in nodes[n].writes
+            if v in outside or not inside.issuperset(self.all_readers(v))
+        )
+        local = {v: number for number, v in enumerate(reads)}
+        equations: dict[int, Equation] = {}
+        for n in order:
+            equations[n] = relocate(nodes[n], local)
+            if n in self.turned:
+                equations[n] = turned(equations.pop(self.turned[n]), equations[n])
+        own = [n for n in members if n not in self.turned]
+        main = nodes[own[-1]]
+        extra = f"+{len(own) - 1}" if len(own) > 1 else ""
+        return Node(
+            main.name + extra,
+            reads,
+            writes,
+            tuple(equations.values()),
+            tuple(local[v] for v in writes),
+            main.backward,
+            all(nodes[n].repeatable for n in members),
+        )
+
+
+def as_node(graph: Graph) -> Node:
+    """All of a graph of single equations as one node, of its arguments and outputs."""
+    reads = (*graph.arguments, *graph.constants)
+    local = {v: number for number, v in enumerate(reads)}
+    equations = tuple(relocate(node, local) for node in graph.nodes)
+    outputs = tuple(local[v] for v in graph.outputs)
+    return Node("all", reads, graph.outputs, equations, outputs)
+
+
+def can_turn(equation: Equation) -> bool:
+    """Whether it is a product of two arrays that `turned` can take."""
+    if equation.primitive.name != "dot_general" or equation.lowering is not None:
+        return False
+    contracted, batch = equation.params["dimension_numbers"]
+    shapes = (x.shape for x in equation.operand_shapes)
+    of_matrices = all(
+        len(shape) == len(axes) + 1
+        for shape, axes in zip(shapes, contracted, strict=True)
+    )
+    sharded = equation.params.get("out_sharding") is not None
+    return of_matrices and not sharded and not any(map(len, batch))
+
+
+def turned(product: Equation, transpose: Equation) -> Equation:
+    """The transpose of a product, as the product of its factors in the other order."""
+    ((left, right), batch), precision = (
+        product.params[name] for name in ("dimension_numbers", "precision")
+    )
+    if isinstance(precision, tuple):
+        precision = precision[::-1]
+    changed = {"dimension_numbers": ((right, left), batch), "precision": precision}
+    return dataclasses.replace(
+        product,
+        params=product.params | changed,
+        operands=product.operands[::-1],
+        operand_shapes=product.operand_shapes[::-1],
+        results=transpose.results,
+        result_shapes=transpose.result_shapes,
+    )
+
+
+def relocate(node: Node, local: dict[int, int]) -> Equation:
+    """A single-equation node's equation in the numbering `local`, which it extends."""
+    (equation,) = node.equations
+    numbers = [local[v] for v in node.reads]
+    results = dict(zip(node.outputs, node.writes, strict=True))
+    for number in equation.results:
+        # A result that nobody reads still needs a number of its own.
+        key = results.get(number, -1 - len(local))
+        numbers.append(local.setdefault(key, len(local)))
+    return dataclasses.replace(
+        equation,
+        operands=tuple(
+            x if isinstance(x, Literal) else numbers[x] for x in equation.operands
+        ),
+        results=tuple(numbers[len(node.reads) :]),
+    )

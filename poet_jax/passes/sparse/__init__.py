@@ -1,0 +1,1 @@
+"""Passes for steps that train a part: less work where less is wanted."""

@@ -1,0 +1,270 @@
+"""Evict, one at a time, the value that is cheapest per byte to bring back."""
+
+import bisect
+import math
+import time
+from collections.abc import Callable, Iterator
+
+from poet_jax.core.costs import Costs
+from poet_jax.core.graph import Graph
+from poet_jax.core.plan import Budget, Compute, Free, PageIn, PageOut, Plan, Stages
+from poet_jax.planners.planner import (
+    Judged,
+    budget_too_small,
+    fits,
+    judge,
+    keep_everything,
+    least_objective,
+    objective_of,
+    prefetch,
+)
+
+
+def greedy(graph: Graph, costs: Costs, budget: Budget) -> Plan:
+    """Page or rematerialise values at the peak until the step fits.
+
+    Raises BudgetTooSmall with the smallest peak that evicting reaches.
+    """
+    return _plan("greedy", graph, costs, budget, remat=True)
+
+
+def paging_only(graph: Graph, costs: Costs, budget: Budget) -> Plan:
+    """Page values at the peak until the step fits; compute nothing twice.
+
+    Raises BudgetTooSmall with the smallest peak that paging reaches.
+    """
+    return _plan("paging_only", graph, costs, budget, remat=False)
+
+
+def _plan(name: str, graph: Graph, costs: Costs, budget: Budget, remat: bool) -> Plan:
+    since = time.monotonic()
+    judged = evict(graph, costs, budget, remat=remat)
+    if not fits(judged.usage, budget):
+        raise budget_too_small(graph, costs, budget, judged, name)
+    return judged.plan(name, since, bound=least_objective(graph, costs, "energy"))
+
+
+def evict(
+    graph: Graph,
+    costs: Costs,
+    budget: Budget,
+    *,
+    remat: bool = True,
+    paging: bool = True,
+    objective: str = "energy",
+    is_over: Callable[[], bool] = lambda: False,
+) -> Judged:
+    """The cheapest state that fits of an eviction sequence, which no budget changes.
+
+    So more budget never costs more joules (without static watts; seconds depend on the
+    room for prefetching). Where no state fits until it `is_over`, the one with the
+    smallest peak is returned.
+    """
+    state = leanest = keep_everything(graph, costs)
+    if fits(state.usage, budget):
+        return state  # nothing is cheaper
+    best = None
+    eviction = Eviction(costs, state, remat, paging, objective)
+    while True:
+        judged = state
+        if state.usage.peak_bytes <= budget.memory_bytes:
+            judged = prefetch(costs, state, budget)
+        if fits(judged.usage, budget):
+            value = objective_of(judged.usage, objective)
+            if best is None or value < objective_of(best.usage, objective):
+                best = judged
+            if objective == "energy" and not costs.static_watts:
+                return best  # evictions only add joules
+        if state.usage.peak_bytes < leanest.usage.peak_bytes:
+            leanest = state
+        if is_over() or not eviction.step(state):
+            return best or leanest
+        state = eviction.judged()
+
+
+class Eviction:
+    """A staged plan that evicts values: instead of waiting in RAM at the peak, they are
+    paged in or made again in the stage of their next read."""
+
+    def __init__(self, costs: Costs, judged: Judged, remat, paging, objective):
+        self.graph, self.costs = judged.graph, costs
+        self.remat, self.paging = remat, paging
+        self.stages = Stages.of(judged.graph, judged.actions)
+        energy = objective == "energy"
+        watts = costs.static_watts if energy else 1.0
+        self.node_cost = (costs.joules if energy else 0) + watts * costs.seconds
+        self.in_cost = costs.page_in_joules if energy else costs.page_in_seconds
+        self.out_cost = costs.page_out_joules if energy else costs.page_out_seconds
+
+    def judged(self) -> Judged:
+        self.graph = self._used_residents()
+        return judge(self.graph, self.costs, self.stages.actions(self.graph))
+
+    def _used_residents(self) -> Graph:
+        """The graph without residents that the stages page in all the same: before they
+        are read, or for the next step, which does it now."""
+        graph, stages = self.graph, self.stages
+        begins: dict[int, int] = {}  # the stage of the first read
+        idle: set[int] = set()
+        for stage, (reruns, page_ins) in enumerate(
+            zip(stages.reruns, stages.page_ins, strict=True)
+        ):
+            new = graph.resident - begins.keys()
+            idle |= new & page_ins
+            for node in (*reruns, *range(stage, min(stage + 1, len(graph.nodes)))):
+                begins.update(
+                    dict.fromkeys(new.intersection(graph.nodes[node].reads), stage)
+                )
+        last = stages.page_ins[-1]
+        read = {v for node in stages.reruns[-1] for v in graph.nodes[node].reads}
+        for value in graph.resident:
+            if graph.successors[value] in last - read:
+                idle.add(value)
+                stages.page_ins[begins[value]].add(value)
+        last -= {graph.successors[value] for value in idle} - read
+        return graph.with_resident(graph.resident - idle)
+
+    def step(self, judged: Judged, enough_bytes: float = math.inf) -> bool:
+        """Evict the cheapest values per byte at the peak; False if none is left.
+
+        One at a time, or a few in a large graph, as judging a state takes long there,
+        until they have `enough_bytes`.
+        """
+        scores = []
+        life = Life(judged)
+        for value, stage in life.waiting():
+            nbytes = int(self.costs.nbytes[value])
+            for how, cost in self.options(value, stage, life):
+                scores.append((cost / max(nbytes, 1), -nbytes, value, stage, how))
+        evicted: set[int] = set()
+        for _, _, value, stage, how in sorted(scores):
+            if value in evicted:
+                continue
+            if len(evicted) > len(self.graph.nodes) // 60 or enough_bytes <= 0:
+                break
+            evicted.add(value)
+            enough_bytes -= int(self.costs.nbytes[value])
+            if how == "page":
+                self.stages.page_ins[stage].add(value)
+                self.stages.page_outs.add(value)
+            else:
+                reruns, page_ins = self.stages.reruns[stage], set()
+                self.bring_back(value, stage, life, reruns, page_ins)
+                self.stages.page_ins[stage] |= page_ins
+                written = {v for n in reruns for v in self.graph.nodes[n].writes}
+                self.stages.page_ins[stage] -= written
+        return bool(evicted)
+
+    def options(self, value: int, stage: int, life: "Life"):
+        """(how, cost) of bringing `value` back at `stage`."""
+        there = self.stages.page_ins[stage]
+        if self.paging and self.graph.values[value].pageable and value not in there:
+            out = 0.0 if value in self.stages.page_outs else float(self.out_cost[value])
+            yield "page", out + float(self.in_cost[value])
+        if self.remat:
+            before = self.stages.reruns[stage]
+            reruns, page_ins = set(before), set()
+            possible = self.bring_back(value, stage, life, reruns, page_ins)
+            if possible and not (reruns == before and page_ins <= there):
+                yield (
+                    "remat",
+                    sum(float(self.node_cost[n]) for n in reruns - before)
+                    + sum(float(self.in_cost[v]) for v in page_ins),
+                )
+
+    def bring_back(self, value, stage, life, reruns, page_ins) -> bool:
+        """Collect what must run or be paged in for `value`; False if nothing can."""
+        stack = [value]
+        while stack:
+            number = self.graph.producer.get(stack.pop())
+            if number is None or not self.graph.nodes[number].repeatable:
+                return False
+            if number in reruns:
+                continue
+            reruns.add(number)
+            for read in self.graph.nodes[number].reads:
+                if life.is_there(read, stage):
+                    continue
+                if read in self.stages.page_ins[stage]:
+                    continue
+                if read in self.stages.page_outs:
+                    page_ins.add(read)
+                else:
+                    stack.append(read)
+        return True
+
+
+class Life:
+    """When the values of a program are in RAM and who reads them next, by stage."""
+
+    def __init__(self, judged: Judged):
+        self.graph = graph = judged.program.graph
+        self.peak = judged.usage.peak_instruction
+        self.reads: list[list[tuple[int, int]]] = [[] for _ in graph.values]
+        self.spans: list[list[int]] = [[] for _ in graph.values]  # came, left, came ...
+        for value in graph.initial:
+            self.spans[value].append(-1)
+        self.begins = [0]  # the first row of each stage
+        fresh = False
+        for row, x in enumerate(judged.program.instructions):
+            if fresh and not isinstance(x, Free | PageOut):
+                self.begins.append(row)
+                fresh = False
+            stage = len(self.begins) - 1
+            match x:
+                case Compute(number):
+                    for value in graph.nodes[number].reads:
+                        self.reads[value].append((row, stage))
+                    for value in graph.nodes[number].writes:
+                        if len(self.spans[value]) % 2 == 0:
+                            self.spans[value].append(row)
+                    fresh = number == stage
+                case PageIn(value):
+                    if len(self.spans[value]) % 2 == 0:
+                        self.spans[value].append(row)
+                case Free(value):
+                    self.spans[value].append(row)
+        end = len(judged.program.instructions)
+        while len(self.begins) <= len(graph.nodes):
+            self.begins.append(end)
+        for value in graph.returned:
+            self.reads[value].append((end, len(graph.nodes)))
+
+    def waiting(self) -> Iterator[tuple[int, int]]:
+        """(value, stage of its next read) of what waits in RAM at the peak."""
+        stage = bisect.bisect_right(self.begins, self.peak) - 1
+        for value, reads in enumerate(self.reads):
+            if value in self.graph.pinned or not self._is_there(value, self.peak):
+                continue
+            index = bisect.bisect_left(reads, (self.peak, -1))
+            if index < len(reads) and reads[index][1] > stage:
+                yield value, reads[index][1]
+
+    def waits(self, value: int, row: int) -> list[tuple[int, int, int]]:
+        """(first row, last row, value) of what would be in RAM, and is not, if a value
+        did not have to come at a row.
+
+        It would wait from when it was freed, if anybody reads it then, or from the step
+        before if it comes from its home on storage.
+        """
+        spans, reads = self.spans[value], self.reads[value]
+        if self.is_first(value, row):
+            new = self.graph.successors[value]
+            return [(0, row, value), (self.spans[new][-1], self.begins[-1], new)]
+        index = bisect.bisect_left(spans, row)
+        last = spans[index + 1] if index + 1 < len(spans) else math.inf
+        read = bisect.bisect_left(reads, (row, -1))
+        if read == len(reads) or reads[read][0] > last:
+            return []
+        return [(spans[index - 1], row, value)]
+
+    def is_first(self, value: int, row: int) -> bool:
+        """Whether a value that comes at a row was not in RAM before."""
+        return self.spans[value][0] == row
+
+    def is_there(self, value: int, stage: int) -> bool:
+        """Whether a value is in RAM when a stage begins."""
+        return self._is_there(value, self.begins[stage])
+
+    def _is_there(self, value: int, row: int) -> bool:
+        return bisect.bisect_left(self.spans[value], row) % 2 == 1

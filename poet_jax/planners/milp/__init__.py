@@ -1,0 +1,1 @@
+"""The mixed-integer program, and the search for plans and bounds with it."""

@@ -1,0 +1,289 @@
+"""What every planner shares: judging actions, prefetching, and refusing a budget."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable, Sequence
+
+from poet_jax.core.costs import Costs
+from poet_jax.core.errors import BudgetTooSmall
+from poet_jax.core.graph import Graph
+from poet_jax.core.in_place import replaceable
+from poet_jax.core.plan import (
+    Action,
+    Budget,
+    Compute,
+    Free,
+    PageIn,
+    PageOut,
+    Plan,
+    Stages,
+    Status,
+)
+from poet_jax.core.postpone import postpone
+from poet_jax.core.program import Program, lower_actions, moving
+from poet_jax.core.simulate import Usage, alive_at_peak, simulate
+from poet_jax.core.units import format_bytes, rounded_up
+
+# A deadline is met up to what sums of seconds in another order differ by.
+ROUNDING = 1 + 1e-9
+
+
+def objective_of(usage: Usage, objective: str) -> float:
+    """The usage's joules ("energy") or seconds ("time")."""
+    return usage.joules if objective == "energy" else usage.seconds
+
+
+def least_objective(graph: Graph, costs: Costs, objective: str) -> float:
+    """Every node once, and nothing paged but what lives on storage and cannot wait in
+    RAM for the next step: a lower bound on the objective of any plan."""
+    read = [v for v in graph.stored.keys() - graph.successors if graph.readers[v]]
+    landing = list(graph.landing)
+    storage = costs.page_in_seconds[read].sum() + costs.page_out_seconds[landing].sum()
+    slowed = costs.seconds.sum() + costs.contention * storage
+    seconds = float(max(slowed, storage))
+    if objective == "time":
+        return seconds
+    paging = costs.page_in_joules[read].sum() + costs.page_out_joules[landing].sum()
+    return float(costs.joules.sum() + paging) + costs.static_watts * seconds
+
+
+def fits(usage: Usage, budget: Budget) -> bool:
+    return (
+        usage.peak_bytes <= budget.memory_bytes
+        and (budget.seconds is None or usage.seconds <= budget.seconds * ROUNDING)
+        and (budget.store_bytes is None or usage.store_bytes <= budget.store_bytes)
+    )
+
+
+def is_too_late(costs: Costs, budget: Budget) -> bool:
+    """Whether the deadline is shorter than one pass over the nodes."""
+    least = float(costs.seconds.sum())
+    return budget.seconds is not None and least > budget.seconds * ROUNDING
+
+
+@dataclasses.dataclass
+class Judged:
+    """Actions with what the simulator says of them."""
+
+    actions: tuple[Action, ...]
+    program: Program
+    usage: Usage
+
+    @property
+    def graph(self) -> Graph:
+        """What was planned, with what the plan keeps in RAM between steps."""
+        return self.program.graph
+
+    def plan(
+        self,
+        planner: str,
+        since: float,
+        *,
+        objective: str = "energy",
+        bound: float = 0.0,
+        status: Status = Status.HEURISTIC,
+        statistics: dict[str, int] | None = None,
+    ) -> Plan:
+        value = objective_of(self.usage, objective)
+        return Plan(
+            actions=self.actions,
+            status=status,
+            objective=value,
+            bound=min(value, bound),
+            planner=planner,
+            solve_seconds=time.monotonic() - since,
+            statistics=statistics or {},
+            resident=self.graph.resident,
+        )
+
+
+def judge(graph: Graph, costs: Costs, actions: Iterable[Action]) -> Judged:
+    """Lower and simulate `actions`."""
+    actions = tuple(actions)
+    program = lower_actions(graph, actions)
+    return Judged(actions, program, simulate(program, costs))
+
+
+def judge_plan(graph: Graph, costs: Costs, plan: Plan) -> Judged:
+    """Lower and simulate `plan`, node by node."""
+    return judge(graph.with_resident(plan.resident), costs, plan.actions)
+
+
+def keep_everything(graph: Graph, costs: Costs) -> Judged:
+    """Every node once, nothing repeated or paged but what lives on storage."""
+    return judge(graph, costs, Stages.empty(graph).actions(graph))
+
+
+def prefetch(costs: Costs, judged: Judged, budget: Budget) -> Judged:
+    """Issue each page-in earlier, so early that it and those behind it are done when
+    they are read, and free what goes to storage when it is there, where memory
+    allows."""
+    given, graph = judged, judged.graph
+    if all(isinstance(x, Compute) for x in given.actions):
+        return given
+    if any(isinstance(x, Free) for x in given.actions):
+        judged = judge(graph, costs, moving(given.actions))
+    instructions = list(judged.program.instructions)
+    live = [int(n) for n in judged.usage.live_bytes]
+    clock, latest = _latest_starts(instructions, costs)
+    for row in range(len(instructions)):
+        instruction = instructions[row]
+        if not isinstance(instruction, PageIn):
+            continue
+        value = instruction.value
+        nbytes = int(costs.nbytes[value])
+        place = row
+        while place and clock[place] > latest[value, row]:
+            before = instructions[place - 1]
+            if isinstance(before, PageIn) or before in (Free(value), PageOut(value)):
+                break
+            if live[place - 1] + nbytes > budget.memory_bytes:
+                break
+            place -= 1
+        instructions.insert(place, instructions.pop(row))
+        clock.pop(row)
+        clock.insert(place, clock[place] if place < row else clock[row - 1])
+        before_bytes = live[place - 1] if place else 0
+        live.insert(place, live.pop(row))
+        live[place] = max(before_bytes, live[place])
+        for between in range(place + 1, row + 1):
+            live[between] += nbytes
+    moved = judge(graph, costs, moving(instructions))
+    later = moved.usage.seconds > judged.usage.seconds
+    if later or moved.usage.peak_bytes > budget.memory_bytes:
+        moved = judged
+    program = postpone(moved.program, costs, budget.memory_bytes)
+    actions = (
+        x
+        for row, x in enumerate(program.instructions)
+        if isinstance(x, Action)
+        and (row in program.waiting_frees or not isinstance(x, Free))
+    )
+    late = judge(graph, costs, actions)
+
+    def worth(judged: Judged) -> tuple[bool, float]:
+        return judged.usage.peak_bytes > budget.memory_bytes, judged.usage.seconds
+
+    return min(given, moved, late, key=worth)
+
+
+def _latest_starts(
+    instructions: Sequence[Action], costs: Costs
+) -> tuple[list[float], dict[tuple[int, int], float]]:
+    """When each instruction starts if nothing waits, and by (value, row) when a page-in
+    has to start for that."""
+    clock, now = [], 0.0
+    for x in instructions:
+        clock.append(now)
+        if isinstance(x, Compute):
+            now += float(costs.seconds[x.node])
+    latest = {}
+    free_until = math.inf  # the storage lane, before what comes later
+    for row in reversed(range(len(instructions))):
+        match instructions[row]:
+            case PageIn(value):
+                free_until = min(clock[row], free_until)
+                free_until -= float(costs.page_in_seconds[value])
+                latest[value, row] = free_until
+            case PageOut(value):
+                start = free_until - float(costs.page_out_seconds[value])
+                if start >= clock[row]:  # or the page-ins behind it go first
+                    free_until = start
+    return clock, latest
+
+
+def budget_too_small(
+    graph: Graph,
+    costs: Costs,
+    budget: Budget,
+    smallest: Judged,
+    planner: str,
+    *,
+    least_bytes: int | None = None,
+    fastest: Plan | None = None,
+    compiled_bytes: int = 0,
+) -> BudgetTooSmall:
+    """The error for a budget under that of `smallest`, the leanest plan of a planner.
+
+    `least_bytes` is proven to be needed; by default the planner has no leaner plan.
+    `fastest` is for a deadline that is missed: what fits without one, soonest.
+    `compiled_bytes` is what that leanest plan needs by the compiler's own count.
+    """
+    node, alive = alive_at_peak(smallest.program, costs, smallest.usage)
+    names = [graph.values[v].name for v in alive]
+    largest = ", ".join(
+        f"{graph.values[v].name} ({format_bytes(int(costs.nbytes[v]))})"
+        for v in alive[:3]
+    )
+    least = smallest.usage.peak_bytes
+    exact = least_bytes is None or least_bytes >= max(least, compiled_bytes)
+    proven = (
+        f"{planner} needs {least} bytes ({format_bytes(least)})"
+        if least_bytes is None or least_bytes >= least
+        else f"The leanest plan that {planner} found needs {least} bytes "
+        f"({format_bytes(least)}), and none needs under {least_bytes}"
+    )
+    if compiled_bytes > least:
+        least = compiled_bytes
+        proven += f", and compiled {least} bytes ({format_bytes(least)})"
+    limits = ""
+    if budget.memory_bytes >= least:
+        limits = (
+            f", {smallest.usage.seconds:.3g} s and "
+            f"{format_bytes(smallest.usage.store_bytes)} of storage"
+        )
+    problem = (
+        f"{proven}{limits}, at {node!r}, where {largest} are among the {len(alive)} "
+        "values alive"
+    )
+    wanted = f"a budget of at least {least}"
+    seconds = None
+    if fastest is not None:
+        seconds = fastest.objective
+        problem = (
+            f"The fastest plan that {planner} found for that memory takes "
+            f"{seconds:.6g} s, longer than that deadline, and none takes under "
+            f"{fastest.bound:.6g} s"
+        )
+    elif is_too_late(costs, budget):
+        seconds = float(costs.seconds.sum())
+        problem = (
+            f"Computing every node once takes {seconds:.6g} s, longer than that "
+            "deadline"
+        )
+    if seconds is not None:
+        wanted = f"Budget(seconds=...) of at least {rounded_up(seconds)}"
+    elif limits:
+        wanted = f"a larger budget than these {least} bytes, seconds= or store_bytes="
+    advice = "a smaller batch"
+    if graph.arguments and not graph.donated:
+        advice += ", or donate_argnums for the state that the step replaces"
+    if planner != "MilpPlanner":
+        advice += ", or poet_jax.MilpPlanner(), which may find a leaner plan"
+    return BudgetTooSmall(
+        f"A plan was asked for within {budget}. {problem}. Type {wanted}, or lower the "
+        f"need: {advice}.",
+        smallest_bytes=least,
+        exact=exact,
+        least_bytes=least if exact else int(least_bytes or 0),
+        node=node,
+        values=tuple(names),
+    )
+
+
+def floor_bytes(graph: Graph, costs: Costs) -> int:
+    """No plan needs less: pinned values and what each node reads, writes and works in,
+    where it cannot write over what it reads."""
+    nbytes = costs.nbytes
+    pinned = sum(int(nbytes[v]) for v in graph.pinned)
+
+    def total(values: Iterable[int]) -> int:
+        return pinned + sum(int(nbytes[v]) for v in set(values) - graph.pinned)
+
+    nodes: Sequence[int] = [
+        total({*node.reads, *node.writes} - {old for old, _ in replaceable(graph)[n]})
+        + int(costs.workspace_bytes[n])
+        for n, node in enumerate(graph.nodes)
+    ]
+    return max(*nodes, total(graph.initial), total(graph.returned), 0)

@@ -1,0 +1,271 @@
+"""The search for the scheme that gains most within a budget.
+
+First `contributions` measures what each item, a pattern of parameters, adds to a score
+when it is trained alone (contribution analysis; Lin et al., NeurIPS 2022, section 3.2,
+and PockEngine, section 2.2). Then `search` chooses the items of most gain together with
+their schedule, in one program: memory is that of a plan with rematerialisation and
+paging, not a sum over layers. `evolve` is the published search, for comparison.
+"""
+
+import dataclasses
+import functools
+import json
+import logging
+import math
+import os
+import pathlib
+import random
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from poet_jax.api.schedule import Schedule
+from poet_jax.core.errors import BudgetTooSmall
+from poet_jax.core.units import format_count
+from poet_jax.planners.milp.cuts import Cuts
+from poet_jax.planners.milp.lift import stage_bytes, summits
+from poet_jax.planners.milp.search import MilpPlanner
+from poet_jax.planners.milp.solver import xsum
+from poet_jax.planners.planner import fits, keep_everything
+from poet_jax.update.items import Items
+from poet_jax.update.scheme import Update
+
+logger = logging.getLogger("poet_jax")
+
+TOLERANCE = 1e-4  # of the solver, as a share of the gain
+CUTS = 6  # moments at which the joint program counts memory
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Found:
+    """The scheme that a search found.
+
+    Attributes:
+      update: to be given to `train_step`.
+      items: the patterns it trains of those there were to choose from.
+      gain: the sum of theirs.
+      bound: no scheme of these items that fits gains more, in a graph whose nodes are
+        grouped as in the step that trains them all. Infinite for `evolve`.
+      schedule: of the step that trains these items, within the budget.
+      planned: how many schemes were planned, or by `evolve` simulated.
+    """
+
+    update: Update
+    items: tuple[str, ...]
+    gain: float
+    bound: float
+    schedule: Schedule
+    planned: int
+
+    def __str__(self) -> str:
+        count = format_count(len(self.items), "item")
+        proof = f"none gains over {self.bound:.4g}"
+        if self.bound == math.inf:
+            proof = "no bound"
+        elif self.bound <= self.gain * (1 + TOLERANCE):
+            proof = "none gains more"
+        return "\n".join(
+            [
+                f"{count} of a summed gain of {self.gain:.4g}; {proof}; "
+                f"{format_count(self.planned, 'scheme')} tried",
+                *(f"  {item}" for item in self.items),
+                str(self.schedule),
+            ]
+        )
+
+
+def contributions(
+    score: Callable[[Update | None], float],
+    items: Mapping[str, float],
+    *,
+    always: Mapping[str, float] | None = None,
+    path: str | os.PathLike | None = None,
+) -> dict[str, float]:
+    """What each item adds to the score when it is trained beside `always`.
+
+    Args:
+      score: trains an update from the start, None for nothing, and returns how good the
+        result is, for example its accuracy.
+      items: a fraction for each pattern, as in an `Update`.
+      always: what every scheme trains, such as a new head.
+      path: a file of JSON lines that keeps scores, so that an analysis which was
+        interrupted goes on where it was. Scores of another task need another file.
+
+    Returns the gain of each pattern, which may be negative.
+    """
+    always = dict(always or {})
+    known: dict[str, float] = {}
+    file = None if path is None else pathlib.Path(path)
+    if file is not None and file.exists():
+        lines = file.read_text().splitlines(keepends=True)
+        whole = [line for line in lines if line.endswith("\n")]
+        if len(whole) < len(lines):  # the last one was cut short, and is scored again
+            file.write_text("".join(whole))
+        for row in map(json.loads, whole):
+            known[json.dumps(row["update"])] = row["score"]
+
+    def scored(fractions: dict[str, float]) -> float:
+        fractions = {pattern: float(x) for pattern, x in fractions.items()}
+        key = json.dumps(fractions)
+        if key not in known:
+            known[key] = float(score(Update(fractions) if fractions else None))
+            logger.info("score %.4g of %s", known[key], fractions)
+            if file is not None:
+                with open(file, "a") as appended:
+                    row = {"update": fractions, "score": known[key]}
+                    appended.write(json.dumps(row) + "\n")
+        return known[key]
+
+    base = scored(always)
+    return {
+        item: scored({**always, item: fraction}) - base
+        for item, fraction in items.items()
+    }
+
+
+def search(
+    step: Any,
+    *args: Any,
+    gains: Mapping[str, float],
+    time_limit_seconds: float = 300.0,
+) -> Found:
+    """The items of most gain that can be trained within the step's budget.
+
+    Args:
+      step: a `train_step` that trains all items, with an `Update` of fractions. Its
+        budget is that of the scheme, a percentage being of what this step needs; give a
+        deadline, `Budget(memory_bytes, seconds)`, to bound the time. It does not run.
+      args: of the step: (batch) for nnx, (state, batch) for linen; arrays or shapes.
+      gains: what each pattern of the update is worth, as from `contributions`. Patterns
+        of the update that are not in it are trained in any case.
+      time_limit_seconds: for all programs together.
+
+    Every candidate is planned as it would run, so that what is found fits. An optimizer
+    that makes each update depend on all gradients, such as clipping by global norm,
+    ties all items together; search without it. Raises BudgetTooSmall if not even what
+    is trained in any case fits, and ValueError for gains that are of no pattern.
+    """
+    since = time.monotonic()
+    beneath = step.beneath(*args)
+    planner = MilpPlanner(solver=getattr(beneath.scheduled.planner, "solver", "CBC"))
+    items = Items(beneath, gains)
+    graph, costs, choice = items.graph, items.costs, items.choice
+    cuts = summits(stage_bytes(graph, costs), CUTS)
+    refused: list[frozenset[int]] = []
+
+    def seconds_left() -> float:
+        return time_limit_seconds - (time.monotonic() - since)
+
+    def proposed(least: float) -> tuple[frozenset[int] | None, float]:
+        """Items that gain `least` and fit as far as the program sees, and a bound on
+        what any gain that fit."""
+        program = Cuts(graph, costs, items.budget, planner, cuts, choice=choice)
+        assert program.chosen is not None
+        y = program.chosen.items
+        for chosen in refused:  # (14) what trains more needs no less
+            program.model += xsum(y[k] for k in chosen) <= len(chosen) - 1
+        program.model += program.chosen.loss() <= items.gain(items.all) - least
+        seconds = min(seconds_left(), time_limit_seconds / 10)
+        solution = program.model.optimize(max(2.0, seconds))
+        limit = items.gain(items.all) - solution.bound
+        if solution.values is None:
+            return None, least if solution.infeasible else limit
+        return frozenset(k for k in items.all if solution.values[y[k].idx] > 0.5), limit
+
+    def least_worth(chosen: frozenset[int]) -> int:
+        """The item that gains least for the seconds that only it takes."""
+
+        def worth(item: int) -> float:
+            own = [
+                n
+                for n, users in enumerate(choice.nodes)
+                if users is not None and users & chosen == {item}
+            ]
+            return items.gains[item] / max(float(costs.seconds[own].sum()), 1e-12)
+
+        return min(sorted(chosen), key=worth)
+
+    best: frozenset[int] = frozenset()
+    schedule: Schedule | None = None
+    bound, planned = items.gain(items.all), 0
+    is_proven = True  # whether all of `refused` are known not to fit
+    while schedule is None or seconds_left() > 0:
+        least = items.gain(best) * (1 + TOLERANCE)
+        chosen, limit = proposed(least)
+        if is_proven:
+            bound = min(bound, max(limit, least))
+        if chosen is None and schedule is not None:
+            break  # nothing gains more, or the solver's time is up
+        chosen = chosen or frozenset()
+        if schedule is not None and items.gain(chosen) <= least:
+            break  # by less than the solver's tolerance
+        while schedule is None or items.gain(chosen) > least:
+            planned += 1
+            try:
+                best, schedule = chosen, items.schedule(chosen)
+                break
+            except BudgetTooSmall as error:
+                if not chosen:
+                    raise
+                is_proven &= error.least_bytes > items.budget.memory_bytes
+                logger.info("do not fit together: %s", ", ".join(items.names(chosen)))
+                refused.append(chosen)
+                chosen -= {least_worth(chosen)}
+    return _found(items, best, schedule, bound, planned)
+
+
+def evolve(
+    step: Any,
+    *args: Any,
+    gains: Mapping[str, float],
+    generations: int = 40,
+    population: int = 32,
+    seed: int = 0,
+) -> Found:
+    """As `search`, by an evolutionary search among steps that keep everything.
+
+    The published way (Lin et al., NeurIPS 2022): subsets are recombined and mutated,
+    and one that exceeds memory or deadline when every node runs once and nothing is
+    paged is worth nothing. What is found is then planned as by `search`.
+    """
+    items = Items(step.beneath(*args), gains)
+    drawn = random.Random(seed)
+
+    @functools.cache
+    def worth(chosen: frozenset[int]) -> float:
+        if not fits(keep_everything(*items.restricted(chosen)).usage, items.budget):
+            return -1.0
+        return items.gain(chosen)
+
+    def fitter() -> frozenset[int]:
+        return max(drawn.sample(generation, 2), key=worth)
+
+    def child() -> frozenset[int]:
+        one, other = fitter(), fitter()
+        mixed = {k for k in items.all if k in (one if drawn.random() < 0.5 else other)}
+        flipped = {k for k in items.all if drawn.random() < 1 / len(items.all)}
+        return frozenset(mixed ^ flipped)
+
+    generation = [
+        frozenset(k for k in items.all if drawn.random() < share / population)
+        for share in range(population)
+    ]
+    for _ in range(generations):
+        fittest = max(generation, key=worth)
+        generation = [fittest, *(child() for _ in range(population - 1))]
+    best = max(generation, key=worth)
+    best = best if worth(best) >= 0 else frozenset()
+    planned = worth.cache_info().currsize
+    return _found(items, best, items.schedule(best), math.inf, planned)
+
+
+def _found(
+    items: Items,
+    chosen: frozenset[int],
+    schedule: Schedule,
+    bound: float,
+    planned: int,
+) -> Found:
+    gain = items.gain(chosen)
+    names, bound = items.names(chosen), max(bound, gain)
+    return Found(items.update(chosen), names, gain, bound, schedule, planned)

@@ -1,0 +1,1 @@
+"""A schedule to look at: tables, sentences, series and drawings."""

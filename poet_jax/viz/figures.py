@@ -1,0 +1,210 @@
+"""Figures of a schedule: RAM over the step, and the schedule matrices."""
+
+import io
+import re
+from typing import Any
+
+import numpy as np
+
+from poet_jax.core.costs import Costs
+from poet_jax.core.graph import Graph
+from poet_jax.core.plan import Budget, Compute, PageIn, PageOut, Plan
+from poet_jax.core.program import Program, lower
+from poet_jax.core.simulate import Usage
+from poet_jax.core.units import format_bytes, format_joules, format_seconds
+from poet_jax.viz.matrices import matrices
+from poet_jax.viz.table import decisions
+from poet_jax.viz.timeline import timeline
+
+# Okabe and Ito's colours, which are told apart without red or green.
+COLOURS = {
+    "argument": "#999999",
+    "keep": "#56B4E9",
+    "remat": "#E69F00",
+    "page": "#009E73",
+}
+LABELS = {
+    "argument": "arguments",
+    "keep": "kept",
+    "remat": "rematerialised",
+    "page": "paged",
+}
+
+
+def new_figure(layout: Any = "constrained", **options: Any) -> Any:
+    """An empty matplotlib figure; ImportError with what to type without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "A figure was asked for, and matplotlib is not installed. It is an "
+            'optional part of poet_jax. Type pip install "poet_jax[plot]".'
+        ) from error
+    return Figure(layout=layout, **options)
+
+
+def _unit(most: float, units: dict[str, float]) -> tuple[float, str]:
+    """The largest unit that is no larger than `most`, or the last."""
+    for name, size in units.items():
+        if most >= size:
+            return size, name
+    return size, name
+
+
+def step_figure(
+    costs: Costs, budget: Budget, program: Program, usage: Usage, base: Usage
+) -> Any:
+    """Live bytes over the planned step, what fills them, and the two lanes.
+
+    `program` is what runs: of nodes that are fused into one executable, results that
+    never leave it are part of its workspace. Needs matplotlib, which
+    `pip install "poet_jax[plot]"` brings; raises ImportError without it.
+    """
+    most = max(base.peak_bytes, usage.peak_bytes)
+    size, size_name = _unit(
+        most, {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}
+    )
+    second, second_name = _unit(usage.seconds, {"s": 1.0, "ms": 1e-3, "us": 1e-6})
+    figure = new_figure(figsize=(9, 5.5))
+    memory, lanes = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    line = timeline(program, usage.start_seconds, usage.stop_seconds, usage.live_bytes)
+    workspace = line.live_bytes - sum(line.layers.values())
+    memory.stackplot(
+        line.seconds / second,
+        *(layer / size for layer in (*line.layers.values(), workspace)),
+        step="post",
+        colors=[*COLOURS.values(), "#DDDDDD"],
+        labels=[*LABELS.values(), "workspace"],
+        linewidth=0,
+    )
+    memory.step(
+        line.seconds / second,
+        line.live_bytes / size,
+        where="post",
+        color="black",
+        linewidth=0.6,
+    )
+    memory.axhline(
+        budget.memory_bytes / size,
+        color="#D55E00",
+        linestyle="--",
+        label=f"budget, {format_bytes(budget.memory_bytes)}",
+    )
+    memory.axhline(
+        base.peak_bytes / size,
+        color="black",
+        linestyle=":",
+        label=f"keep-all's peak, {format_bytes(base.peak_bytes)}",
+    )
+    memory.set_ylabel(f"RAM ({size_name})")
+    memory.set_ylim(0, 1.05 * most / size)
+    memory.set_title(
+        f"planned: peak {format_bytes(usage.peak_bytes)}, "
+        f"{format_seconds(usage.seconds)}, {format_joules(usage.joules)} (modelled)",
+        fontsize=10,
+    )
+    figure.legend(loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    rows = (("keep", 2.1), ("remat", 2.1), ("in", 1.1), ("out", 0.1))
+    bars: dict[str, list[tuple[float, float]]] = {kind: [] for kind, _ in rows}
+    seen: set[int] = set()
+    times = zip(usage.start_seconds, usage.stop_seconds, strict=True)
+    for x, (start, stop) in zip(program.instructions, times, strict=True):
+        match x:
+            case Compute(node):
+                kind = "remat" if node in seen else "keep"
+                seen.add(node)
+            case PageIn() | PageOut():
+                kind = "in" if isinstance(x, PageIn) else "out"
+            case _:
+                continue
+        bars[kind].append((start / second, (stop - start) / second))
+    for kind, bottom in rows:
+        colour = COLOURS.get(kind, COLOURS["page"])
+        bar = lanes.broken_barh(bars[kind], (bottom, 0.8), color=colour)
+        bar.set(edgecolor=colour, linewidth=0.3 if kind == "keep" else 1.0)
+    lanes.set_yticks([0.5, 1.5, 2.5], ["page out", "page in", "compute"])
+    lanes.set_ylim(0, 3)
+    lanes.set_xlabel(f"planned time in the step ({second_name})")
+    lanes.set_xlim(0, usage.seconds / second or None)
+    return figure
+
+
+def matrices_figure(graph: Graph, plan: Plan) -> Any:
+    """The matrices of `plan` by node, and a column for each argument that is paged.
+
+    A column of S holds all values of its node. Needs matplotlib, as `step_figure`.
+    """
+    found, made = matrices(graph, plan), decisions(lower(graph, plan))
+    columns = dict(graph.producer)
+    paged = [v for v in graph.arguments if v in made]
+    columns |= {v: number - len(paged) for number, v in enumerate(paged)}
+    count, first = len(graph.nodes), -len(paged)
+    inches = min(max(0.015 * (count - first), 3.6), 5.5)
+    points = max(72 * inches / (count - first + 1), 1.0)  # the side of a cell
+    size = 3 * inches + 1.2, inches + 1.2
+    figure = new_figure(figsize=size, layout="compressed")
+    panels = figure.subplots(1, 3, sharex=True, sharey=True)
+    for axes, words in zip(
+        panels,
+        (
+            "R: computed in the stage",
+            "S_RAM: in RAM when it starts",
+            "S_storage: on storage when it starts",
+        ),
+        strict=True,
+    ):
+        axes.set_title(words, fontsize=10)
+        axes.set_xlabel("node" + ", and paged arguments left of 0" * bool(paged))
+        axes.set_aspect("equal")
+        if paged:
+            axes.axvline(-0.5, color="black", linewidth=0.6)
+    panels[0].set_ylabel("stage")
+    panels[0].set_xlim(first - 0.5, count - 0.5)
+    panels[0].set_ylim(count + 0.5, -0.5)
+    for axis in (panels[0].xaxis, panels[0].yaxis):
+        axis.get_major_locator().set_params(integer=True)
+    base = np.eye(*found.R.shape, dtype=bool)
+    for kind, runs, side in (
+        ("keep", base, max(points, 2.0)),
+        ("remat", found.R > base, max(points, 3.0)),
+    ):
+        stage, node = np.nonzero(runs)
+        panels[0].scatter(
+            node, stage, s=side**2, marker="s", linewidths=0, color=COLOURS[kind]
+        )
+    labels = {"keep": "kept, or run first", "remat": "rematerialised, or run again"}
+    for axes, present in ((panels[1], found.S_ram), (panels[2], found.S_storage)):
+        for kind in ("keep", "remat", "page"):
+            runs = [
+                (columns[v], start - 0.5, stop - 0.5)
+                for v in columns
+                if made.get(v) == kind
+                for start, stop in _runs(present[:, v])
+            ]
+            lines = axes.vlines(*np.reshape(runs, (-1, 3)).T, color=COLOURS[kind])
+            lines.set(linewidth=points, label=labels.get(kind, "paged"))
+    handles = panels[1].get_legend_handles_labels()
+    legend = figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
+    for handle in legend.legend_handles:
+        handle.set_linewidth(8)
+    return figure
+
+
+def _runs(present: np.ndarray) -> zip:
+    """(start, stop) of each run of True."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], present, [False]])))
+    return zip(edges[::2], edges[1::2], strict=True)
+
+
+def inline_svg(figure: Any) -> str:
+    """A figure as an SVG element for an HTML page, which needs no name spaces."""
+    import matplotlib
+
+    file = io.StringIO()
+    # Text stays text, and the same figure has the same ids.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "poet_jax"}):
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    text = file.getvalue()
+    text = text[text.index("<svg") :]
+    needless = r'<metadata>.*?</metadata>| xmlns(:\w+)?="[^"]*"'
+    return re.sub(needless, "", text, flags=re.S)

@@ -1,0 +1,156 @@
+"""A schedule as a trace for ui.perfetto.dev: planned, and beside it measured."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from poet_jax.core.costs import Costs
+from poet_jax.core.plan import Compute, PageIn, PageOut
+from poet_jax.core.program import Program
+from poet_jax.core.simulate import Usage
+from poet_jax.emit.executor import Run, Span
+from poet_jax.viz.figures import LABELS
+from poet_jax.viz.table import decisions
+from poet_jax.viz.timeline import timeline
+
+PLANNED, MEASURED = 1, 2  # processes
+COMPUTE, STORAGE = 1, 2  # threads
+
+Event = dict[str, Any]
+
+
+def trace_events(
+    program: Program, costs: Costs, usage: Usage, run: Run | None = None
+) -> list[Event]:
+    """The planned step as process 1 and `run` as process 2, in trace-event format.
+
+    The planned one has a slice for every compute and every transfer, on two threads,
+    and counters of live bytes and of joules since the start. The measured one has the
+    run's spans, and its compiled bytes; without traced stages the step is one slice.
+    The format is that of Chrome's tracing: times in microseconds.
+    """
+    start, stop = usage.start_seconds, usage.stop_seconds
+    events = [
+        *_process(PLANNED, "planned"),
+        *_slices(PLANNED, program, costs, start, stop, usage.instruction_joules),
+        *_live(PLANNED, program, start, stop, usage.live_bytes),
+        *_energy(costs, usage),
+    ]
+    if run is None:
+        return events
+    events.extend(_process(MEASURED, "measured"))
+    spans = run.spans
+    if not any(span.lane == "compute" for span in spans):
+        spans = (Span("the step", "compute", 0.0, run.seconds), *spans)
+    lanes = {"compute": COMPUTE, "storage": STORAGE}
+    for span in spans:
+        times = span.start_seconds, span.stop_seconds
+        events.append(_slice(MEASURED, lanes[span.lane], span.name, *times, {}))
+    compiled = {"bytes": run.peak_bytes}
+    events.append(_counter(MEASURED, "compiled bytes", 0.0, compiled))
+    return events
+
+
+def write_trace(
+    path: str | os.PathLike,
+    program: Program,
+    costs: Costs,
+    usage: Usage,
+    run: Run | None = None,
+) -> None:
+    """Write `trace_events` to `path`, as JSON."""
+    events = trace_events(program, costs, usage, run)
+    with open(path, "w") as file:
+        json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+
+def _process(pid: int, name: str) -> Iterator[Event]:
+    names = ((0, "process", name), (COMPUTE, "thread", "compute"))
+    for tid, kind, text in (*names, (STORAGE, "thread", "storage")):
+        about = {"ph": "M", "pid": pid, "tid": tid}
+        yield about | {"name": f"{kind}_name", "args": {"name": text}}
+        order = {"sort_index": tid if tid else pid}
+        yield about | {"name": f"{kind}_sort_index", "args": order}
+
+
+def _slices(
+    pid: int,
+    program: Program,
+    costs: Costs,
+    start_seconds: Sequence[float] | np.ndarray,
+    stop_seconds: Sequence[float] | np.ndarray,
+    joules: np.ndarray | None = None,
+) -> Iterator[Event]:
+    graph, made = program.graph, decisions(program)
+    seen: set[int] = set()
+    times = zip(start_seconds, stop_seconds, strict=True)
+    for row, (x, (start, stop)) in enumerate(
+        zip(program.instructions, times, strict=True)
+    ):
+        about: dict[str, Any] = {"instruction": row}
+        if joules is not None:
+            about["joules (modelled)"] = float(joules[row])
+        if isinstance(x, Compute):
+            node, again = graph.nodes[x.node], x.node in seen
+            seen.add(x.node)
+            about |= {
+                "node": x.node,
+                "run again": again,
+                "reads": [graph.values[v].name for v in node.reads],
+                "writes": {graph.values[v].name: LABELS[made[v]] for v in node.writes},
+                "workspace bytes": int(costs.workspace_bytes[x.node]),
+            }
+            name = node.name + " (again)" * again
+            yield _slice(pid, COMPUTE, name, start, stop, about)
+        elif isinstance(x, PageIn | PageOut):
+            value = graph.values[x.value]
+            word = "page in" if isinstance(x, PageIn) else "page out"
+            about["bytes"] = int(costs.nbytes[x.value])
+            yield _slice(pid, STORAGE, f"{word} {value.name}", start, stop, about)
+
+
+def _live(pid: int, program: Program, *measured: Any) -> Iterator[Event]:
+    line = timeline(program, *measured)
+    for seconds, live in zip(line.seconds, line.live_bytes, strict=True):
+        yield _counter(pid, "live bytes", seconds, {"bytes": int(live)})
+
+
+def _energy(costs: Costs, usage: Usage) -> Iterator[Event]:
+    """Joules since the start: what is done by then, and static power."""
+    order = np.argsort(usage.stop_seconds, kind="stable")
+    seconds = np.append(usage.stop_seconds[order], usage.seconds)
+    spent = np.append(0.0, usage.instruction_joules[order]).cumsum()
+    spent = np.append(spent[1:], spent[-1]) + costs.static_watts * seconds
+    yield _counter(PLANNED, "energy (modelled)", 0.0, {"joules": 0.0})
+    last = np.append(np.diff(seconds) > 0, True)
+    for second, joules in zip(seconds[last], spent[last], strict=True):
+        values = {"joules": float(joules)}
+        yield _counter(PLANNED, "energy (modelled)", second, values)
+
+
+def _microseconds(seconds: float) -> float:
+    """In whole nanoseconds, so that slices which meet do not overlap."""
+    return round(float(seconds) * 1e9) / 1e3
+
+
+def _slice(
+    pid: int, tid: int, name: str, start: float, stop: float, about: dict[str, Any]
+) -> Event:
+    ts = _microseconds(start)
+    return {
+        "ph": "X",
+        "pid": pid,
+        "tid": tid,
+        "name": name,
+        "ts": ts,
+        "dur": round(_microseconds(stop) - ts, 3),
+        "args": about,
+    }
+
+
+def _counter(pid: int, name: str, seconds: float, values: dict[str, Any]) -> Event:
+    ts = _microseconds(seconds)
+    return {"ph": "C", "pid": pid, "tid": 0, "name": name, "ts": ts, "args": values}

@@ -1,0 +1,129 @@
+"""A schedule in words: keep-all beside the plan, and what became of the values."""
+
+from collections import Counter
+
+from poet_jax.core.costs import node_flops
+from poet_jax.core.graph import Graph
+from poet_jax.core.plan import Budget, PageIn, Plan
+from poet_jax.core.program import Program
+from poet_jax.core.simulate import Usage
+from poet_jax.core.units import (
+    format_bytes,
+    format_count,
+    format_joules,
+    format_seconds,
+)
+
+
+def decisions(program: Program) -> dict[int, str]:
+    """ "keep", "remat" or "page" for every value that a node writes or a page-in loads.
+
+    A value is paged if it is read back from storage, rematerialised if its node runs
+    more than once, kept otherwise.
+    """
+    result = {
+        v: "keep" if program.runs[number] < 2 else "remat"
+        for number, node in enumerate(program.graph.nodes)
+        for v in node.writes
+    }
+    result.update(
+        (x.value, "page") for x in program.instructions if isinstance(x, PageIn)
+    )
+    return result
+
+
+def comparison(usage: Usage, baseline: Usage) -> list[tuple[str, str, str, str]]:
+    """Rows of what is used, keep-all's, the plan's, and the change."""
+    rows = []
+    for label, attribute, show in (
+        ("memory", "peak_bytes", format_bytes),
+        ("storage", "store_bytes", format_bytes),
+        ("time", "seconds", format_seconds),
+        ("energy (modelled)", "joules", format_joules),
+    ):
+        before, after = getattr(baseline, attribute), getattr(usage, attribute)
+        change = f"{after / before - 1:+.1%}" if before else ""
+        rows.append((label, show(before), show(after), change))
+    return rows
+
+
+def remarks(
+    budget: Budget,
+    plan: Plan,
+    program: Program,
+    baseline: Usage,
+    compiled_bytes: int | None = None,
+    compilations: int = 0,
+) -> list[str]:
+    """What became of the values, and how good the plan is."""
+    counts = Counter(decisions(program).values())
+    lines = [
+        f"values: {counts['keep']} kept, {counts['remat']} rematerialised, "
+        f"{counts['page']} paged; "
+        f"{format_count(program.recomputed, 'node')} run again",
+        f"{plan.planner}, {plan.solve_seconds:.1f} s: bound {plan.bound:.6g}, gap "
+        f"{plan.gap:.2%}",
+    ]
+    lines.append(plan.status.value)
+    if budget.memory_bytes >= baseline.peak_bytes:
+        lines.append("The budget covers keep-all: nothing is repeated or paged.")
+    if compiled_bytes is not None:
+        lines.append(
+            f"compiled: {format_bytes(compiled_bytes)} by XLA's own count, "
+            f"{format_count(compilations, 'compilation')}"
+        )
+    return lines
+
+
+def title(graph: Graph, budget: Budget) -> str:
+    return f"{len(graph.nodes)} nodes, {len(graph.values)} values, budget {budget}"
+
+
+def sizes(**graphs: Graph) -> str:
+    """Nodes, bytes and FLOPs of each graph, as a table: what passes make of a graph.
+
+    *written* is of all that nodes write. *saved* is of what the forward pass writes and
+    the backward pass reads; nodes that coarsening makes of both count as their last
+    equation does, so that graphs of `trace` say it best.
+    """
+    rows = [("", "nodes", "written", "saved", "FLOPs")]
+    for name, graph in graphs.items():
+        written = {v for node in graph.nodes for v in node.writes}
+        forward = {v for node in graph.nodes if not node.backward for v in node.writes}
+        read = {v for node in graph.nodes if node.backward for v in node.reads}
+        nbytes = [
+            format_bytes(sum(graph.values[v].nbytes for v in values))
+            for values in (written, forward & read)
+        ]
+        flops = sum(map(node_flops, graph.nodes))
+        rows.append((name, str(len(graph.nodes)), nbytes[0], nbytes[1], f"{flops:.4g}"))
+    width = max(len(row[0]) for row in rows)
+    return "\n".join(
+        f"{name:{width}s} {nodes:>6s} {written:>11s} {saved:>11s} {flops:>10s}"
+        for name, nodes, written, saved, flops in rows
+    )
+
+
+def table(
+    budget: Budget,
+    plan: Plan,
+    program: Program,
+    usage: Usage,
+    baseline: Usage,
+    compiled_bytes: int | None = None,
+    compilations: int = 0,
+) -> str:
+    """Keep-all beside the plan, what became of the values, and how good the plan is."""
+    rows = [("", "keep-all", "this plan", ""), *comparison(usage, baseline)]
+    return "\n".join(
+        [
+            title(program.graph, budget),
+            *(f"  {a:18s} {b:>12s} {c:>12s} {d:>9s}" for a, b, c, d in rows),
+            *(
+                f"  {line}"
+                for line in remarks(
+                    budget, plan, program, baseline, compiled_bytes, compilations
+                )
+            ),
+        ]
+    )
