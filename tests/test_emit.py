@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from strategies import DEVICE, attempt, budgeted_graphs, programs
-from toy import W, X, gradient, loss
+from toy import W, X, gradient, loss, schedule
 
 import poet_jax
 from poet_jax.core.plan import Compute, PageIn, PageOut
@@ -207,3 +207,17 @@ def test_an_instance_is_refused():
     program = poet_jax.lower(graph, poet_jax.Plan((Compute(0),), *[None] * 4))
     with pytest.raises(ValueError, match="trace"):
         emit(program)
+
+
+def test_the_leanest_plan_runs_if_the_planner_does_not_find_it_again():
+    """As one does not whose time is up."""
+
+    def forgetful(graph, costs, budget):
+        return poet_jax.greedy(graph, costs, poet_jax.Budget(1))
+
+    w, x = jnp.eye(128), jnp.ones((2048, 128))
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        schedule(gradient, 1).plan(w, x)
+    scheduled = schedule(gradient, caught.value.smallest_bytes, planner=forgetful)
+    assert scheduled.plan(w, x).compiled_bytes <= caught.value.smallest_bytes
+    np.testing.assert_allclose(scheduled(w, x), gradient(w, x), rtol=1e-4, atol=1e-8)

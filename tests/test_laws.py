@@ -268,6 +268,7 @@ def test_the_smallest_budget_works_and_one_byte_less_does_not(name, case):
     if isinstance(error, poet_jax.Plan):
         return
     smallest = error.smallest_bytes
+    assert simulated(graph, costs, error.plan).peak_bytes == smallest
     plan = attempt(PLANNERS[name], graph, costs, smallest)
     assert isinstance(plan, poet_jax.Plan)
     assert simulated(graph, costs, plan).peak_bytes <= smallest

@@ -1,6 +1,8 @@
 """The errors that a user can act on; each message says what was asked, what is possible
 and what to type."""
 
+from typing import Any
+
 
 class BudgetTooSmall(ValueError):
     """No plan of this planner fits the budget.
@@ -14,6 +16,7 @@ class BudgetTooSmall(ValueError):
         lies between it and `smallest_bytes`; the same as that if `exact`.
       node: name of the node at which memory is highest under that smallest budget.
       values: names of the values alive there, largest first.
+      plan: the Plan that needs `smallest_bytes`, or more if that was compiled.
     """
 
     def __init__(
@@ -25,6 +28,7 @@ class BudgetTooSmall(ValueError):
         least_bytes: int,
         node: str,
         values: tuple[str, ...],
+        plan: Any,
     ):
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
@@ -32,6 +36,7 @@ class BudgetTooSmall(ValueError):
         self.least_bytes = least_bytes
         self.node = node
         self.values = values
+        self.plan = plan
 
 
 class PlanInvalid(ValueError):

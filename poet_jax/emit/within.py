@@ -90,7 +90,10 @@ def compile_within(
                     raise  # something else than memory does not fit
                 refused, allowed, share = error, error.smallest_bytes, 0.0
                 within = dataclasses.replace(budget, memory_bytes=allowed)
-                seen, plan = _planned(seen, seen_costs, planner, within)
+                try:
+                    seen, plan = _planned(seen, seen_costs, planner, within)
+                except BudgetTooSmall:  # its time was up before it found that again
+                    plan = error.plan
         program = lower(graph, plan)
         stage_bytes = held_bytes + int(share * (allowed - held_bytes)) if share else 0
         if first is not None and number == 1:

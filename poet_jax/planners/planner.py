@@ -269,6 +269,7 @@ def budget_too_small(
         least_bytes=least if exact else int(least_bytes or 0),
         node=node,
         values=tuple(names),
+        plan=smallest.plan(planner, time.monotonic()),
     )
 
 
