@@ -20,6 +20,7 @@ test: setup lint
 
 figures: setup
 	$(BIN)/python -m experiments.devices
+	$(BIN)/python -m experiments.tables
 	$(BIN)/python -m experiments.plan_figure
 	$(BIN)/python -m experiments.paper --plot
 	$(BIN)/python -m experiments.adapt --plot

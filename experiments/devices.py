@@ -2,7 +2,7 @@
 
     python -m experiments.devices
 
-writes the tables of docs/devices.md in a second.
+writes the tables of docs/reference/devices.md in a second.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from absl import app
 import poet_jax
 from poet_jax.core.units import format_bytes
 
-PAGE = pathlib.Path(__file__).parents[1] / "docs" / "devices.md"
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "reference" / "devices.md"
 TABLES = "## The devices\n"
 
 

@@ -1,8 +1,8 @@
-"""Draw the README's figure of a plan.
+"""Draw the figure of a plan in docs/tutorials.
 
     python -m experiments.plan_figure
 
-plans the README's step of plain JAX within 52 MiB for a Jetson TX2, and writes
+plans its step within 52 MiB for a Jetson TX2, and writes
 docs/plan.png, in half a minute. Everything in the figure is planned: nothing runs.
 """
 

@@ -117,7 +117,7 @@ def test_rounds_prove_no_more_than_is_true(case, horizon):
 def test_what_a_plan_does_is_a_solution_that_costs_no_more(
     case, cuts, horizon, windows, planner
 ):
-    """The claim of docs/formulation.md, and that it starts a solver."""
+    """The claim of docs/explanation/formulation.md, and that it starts a solver."""
     graph, costs, memory_bytes = case
     budget = poet_jax.Budget(memory_bytes)
     plan = attempt(planner, graph, costs, budget)

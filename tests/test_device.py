@@ -274,7 +274,7 @@ def test_a_file_without_the_columns_is_refused(tmp_path):
 
 
 def test_the_page_of_devices_is_up_to_date():
-    page = pathlib.Path(__file__).parents[1] / "docs" / "devices.md"
+    page = pathlib.Path(__file__).parents[1] / "docs" / "reference" / "devices.md"
     assert page.read_text() == devices.page()
 
 

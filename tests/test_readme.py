@@ -13,8 +13,10 @@ import re
 import jax
 import pytest
 
+from experiments import tables
+
 ROOT = pathlib.Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 JAX_OF_PAGES = (0, 10)
 FENCE = re.compile(r"^```(?P<kind>[^\n`]*)\n(?P<body>.*?)^```$", re.M | re.S)
 
@@ -80,3 +82,8 @@ def test_an_excerpt_is_what_its_file_says(page):
         language, _, file = fence["kind"].partition(" ")
         if language == "python" and file:
             assert fence["body"] in (ROOT / file).read_text(), file
+
+
+def test_tables_are_those_of_the_rows_that_are_committed():
+    for page in tables.PAGES:
+        assert tables.written(page.read_text()) == page.read_text()

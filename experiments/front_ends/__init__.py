@@ -1,1 +1,1 @@
-"""Models of other front ends, trained within a budget; see docs/front_ends.md."""
+"""Models of other front ends within a budget; see docs/how_to/front_ends.md."""

@@ -1,8 +1,8 @@
 """A program over a few moments: what is in RAM there, and what happens between.
 
-The equations carry the numbers of docs/formulation.md. A cut is the moment at which a
-base node runs, and segment j lies between cut j and cut j + 1, from the start of the
-step (j = 0) to its end. Whatever a plan does, it gives values to
+The equations carry the numbers of docs/explanation/formulation.md. A cut is the moment
+at which a base node runs, and segment j lies between cut j and cut j + 1, from the
+start of the step (j = 0) to its end. Whatever a plan does, it gives values to
 
     x[v, j]   v is in RAM at cut j
     r[i, j]   node i runs again in segment j     in[v, j]  v is paged in in segment j

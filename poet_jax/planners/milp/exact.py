@@ -2,8 +2,8 @@
 
 Each segment is one stage, and what a solution says of it is what a staged plan does.
 What may be wrong with that plan is memory while nodes run again, and waiting for pages.
-Rows about those, (9) and (10) of docs/formulation.md, are added where a plan breaks
-them, until one breaks none: it is the best of all staged plans.
+Rows about those, (9) and (10) of docs/explanation/formulation.md, are added where a
+plan breaks them, until one breaks none: it is the best of all staged plans.
 """
 
 from collections.abc import Callable, Iterator
