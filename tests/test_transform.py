@@ -458,7 +458,7 @@ def stages_of(scheduled, *args):
 
 def test_a_budget_that_covers_jit_runs_jit():
     """Also where a pass rewrote what takes little time, but not if stages are traced,
-    and not where a pass saves work."""
+    and where a pass saves work only if what it made fits no plan."""
     x = jnp.ones((4, 256, 256))
     assert not stages_of(schedule(loss, "100%"), W, X)
     assert stages_of(schedule(loss, "100%", executor=STAGES), W, X)
@@ -473,6 +473,13 @@ def test_a_budget_that_covers_jit_runs_jit():
         return (x @ x)[:, :8]
 
     assert stages_of(schedule(sliced, "100%"), x)
+
+    def refusing(graph, costs, budget):
+        return poet_jax.greedy(graph, costs, poet_jax.Budget(1))
+
+    unplanned = schedule(sliced, "1GiB", planner=refusing)
+    assert not stages_of(unplanned, x)
+    np.testing.assert_array_equal(unplanned(x), jax.jit(sliced)(x))
 
 
 def test_planning_leaves_constants_to_the_step():
