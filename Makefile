@@ -20,16 +20,16 @@ test: setup lint
 
 figures: setup
 	$(BIN)/python -m experiments.devices
-	$(BIN)/python -m experiments.tables
+	$(BIN)/python -m experiments.benchmarks.tables
 	$(BIN)/python -m experiments.plan_figure
-	$(BIN)/python -m experiments.paper --plot
-	$(BIN)/python -m experiments.adapt --plot
-	$(BIN)/python -m experiments.adapt_search --plot
-	$(BIN)/python -m experiments.finetune --plot
-	$(BIN)/python -m experiments.search --plot
-	$(BIN)/python -m experiments.plan_benchmark --plot
-	$(BIN)/python -m experiments.step_benchmark --plot
-	$(BIN)/python -m experiments.small_steps --plot
+	$(BIN)/python -m experiments.paper.questions --plot
+	$(BIN)/python -m experiments.sparse.adapt --plot
+	$(BIN)/python -m experiments.sparse.adapt_search --plot
+	$(BIN)/python -m experiments.sparse.finetune --plot
+	$(BIN)/python -m experiments.sparse.search --plot
+	$(BIN)/python -m experiments.benchmarks.plan_benchmark --plot
+	$(BIN)/python -m experiments.benchmarks.step_benchmark --plot
+	$(BIN)/python -m experiments.benchmarks.small_steps --plot
 
 lint: setup
 	$(BIN)/ruff check .

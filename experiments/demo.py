@@ -26,7 +26,7 @@ from flax import nnx
 from tqdm import tqdm
 
 import poet_jax
-from experiments import memory
+from experiments.benchmarks import memory
 from experiments.data import DatasetSpec, load_dataset
 from experiments.models import loss_fn, make_model
 from poet_jax.core.units import format_bytes, format_seconds

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from absl import app, flags
 
-from experiments.points import COLUMNS, grid, run
+from experiments.paper.points import COLUMNS, grid, run
 from experiments.steps import read_rows
 from poet_jax.core.units import format_bytes, format_joules, format_seconds
 

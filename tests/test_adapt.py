@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 from test_errors import assert_three_sentences
 
-from experiments import schemes
 from experiments.data import Dataset, load_dataset
-from experiments.halves import ARRAYS, learned, load_halves, with_new_head
+from experiments.sparse import schemes
+from experiments.sparse.halves import ARRAYS, learned, load_halves, with_new_head
 from experiments.steps import read_rows
 from poet_jax.update import Update, full
 
@@ -105,7 +105,7 @@ def test_a_scheme_is_a_name_or_fractions():
 def test_adapting_draws_its_rows_and_measures_none_again(tmp_path):
     rows = pathlib.Path("experiments/results/adapt/schemes.csv")
     shutil.copy(rows, tmp_path)
-    command = [sys.executable, "-m", "experiments.adapt", f"--output={tmp_path}"]
+    command = [sys.executable, "-m", "experiments.sparse.adapt", f"--output={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "schemes.png").read_bytes().startswith(b"\x89PNG")

@@ -20,9 +20,10 @@ from absl.testing import flagsaver
 from flax import nnx
 
 import poet_jax
-from experiments import explain, measuring, memory, models, train
+from experiments import explain, models, train
+from experiments.benchmarks import measuring, memory
+from experiments.benchmarks.small_models import SMALL_STEPS
 from experiments.data import DatasetSpec, load_dataset
-from experiments.small_models import SMALL_STEPS
 
 IMAGES = DatasetSpec((32, 32, 3), 10)
 TEXT = DatasetSpec((16,), 8, vocabulary=256)
@@ -347,7 +348,7 @@ def test_the_demo_runs(tmp_path):
 
 def test_fidelity_holds_on_a_small_model(tmp_path):
     flags = ("--dataset=digits", "--steps=2", "--batch_size=512", "--budget=80%")
-    run_module("fidelity", tmp_path, "--model=mlp:width=64", *flags)
+    run_module("benchmarks.fidelity", tmp_path, "--model=mlp:width=64", *flags)
     result = json.loads((tmp_path / "mlp.json").read_text())
     assert result["bit_equal_between_planners"]
     for planner in ("greedy", "paging_only"):
@@ -358,9 +359,9 @@ def test_fidelity_holds_on_a_small_model(tmp_path):
 def test_the_planning_benchmark_goes_on_where_it_stopped(tmp_path):
     flags = ("--graphs=skips", "--kinds=gradient", "--shares=75", "--time_limit=2")
     path = tmp_path / "plans.csv"
-    run_module("plan_benchmark", tmp_path, *flags, "--planners=greedy")
+    run_module("benchmarks.plan_benchmark", tmp_path, *flags, "--planners=greedy")
     (greedy,) = csv.DictReader(path.read_text().splitlines())
-    run_module("plan_benchmark", tmp_path, *flags, "--planners=greedy,milp")
+    run_module("benchmarks.plan_benchmark", tmp_path, *flags, "--planners=greedy,milp")
     again, milp = csv.DictReader(path.read_text().splitlines())
     assert again == greedy
     assert float(milp["over_keep_all"]) <= float(greedy["over_keep_all"])
@@ -373,7 +374,7 @@ def rows_of(path):
 
 def test_the_step_benchmark_measures_a_step_beside_jit(tmp_path):
     flags = ("--models=mlp", "--shares=100", "--seconds=0", "--time_limit=2")
-    run_module("step_benchmark", tmp_path, *flags)
+    run_module("benchmarks.step_benchmark", tmp_path, *flags)
     path = tmp_path / "steps.csv"
     (row,) = rows_of(path)
     assert int(row["compiled_bytes"]) <= int(row["budget_bytes"])
@@ -384,13 +385,13 @@ def test_the_step_benchmark_measures_a_step_beside_jit(tmp_path):
     assert int(row["watched_steps"]) >= 10 and int(row["pairs"]) >= 5
     assert float(row["loss_difference"]) < 1e-4
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
-    run_module("step_benchmark", tmp_path, *flags, "--only_missing")
+    run_module("benchmarks.step_benchmark", tmp_path, *flags, "--only_missing")
     assert rows_of(path) == [row]
 
 
 def test_small_steps_are_measured_in_the_least_memory(tmp_path):
     flags = ("--models=gru_scan", "--seconds=0", "--time_limit=2")
-    run_module("small_steps", tmp_path, *flags, "--shares=least")
+    run_module("benchmarks.small_steps", tmp_path, *flags, "--shares=least")
     (row,) = rows_of(tmp_path / "small_steps.csv")
     assert (row["model"], row["share"]) == ("gru_scan", "least")
     assert int(row["compiled_bytes"]) <= int(row["budget_bytes"])
@@ -402,7 +403,7 @@ def test_small_steps_are_measured_in_the_least_memory(tmp_path):
 @pytest.mark.parametrize("scenario", ["five_shapes", "train_and_evaluate"])
 def test_steps_of_several_shapes_share_a_budget(tmp_path, scenario):
     flags = ("--size=2048", "--width=64", "--steps=5", "--devices=RASPBERRY_PI_4")
-    run_module("shapes", tmp_path, *flags, f"--scenarios={scenario}")
+    run_module("benchmarks.shapes", tmp_path, *flags, f"--scenarios={scenario}")
     (row,) = rows_of(tmp_path / "shapes.csv")
     assert (row["scenario"], row["device"]) == (scenario, "RASPBERRY_PI_4")
     assert int(row["compiled_bytes"]) <= int(row["budget_bytes"])
@@ -467,7 +468,7 @@ def test_compile_seconds_are_of_any_thread_and_counted_once(monkeypatch):
 
 
 def test_nothing_grows_over_hundreds_of_steps(tmp_path):
-    run_module("endurance", tmp_path, "--steps=240")
+    run_module("benchmarks.endurance", tmp_path, "--steps=240")
     result = json.loads((tmp_path / "endurance.json").read_text())
     times = ("after_a_tenth", "halfway", "at_the_end")
     early, middle, late = (result[time] for time in times)
@@ -484,7 +485,7 @@ def test_nothing_grows_over_hundreds_of_steps(tmp_path):
 def test_state_on_storage_trains_as_jit_does(tmp_path):
     flags = ("--dataset=digits", "--steps=3", "--batch_size=64", "--budget=100%")
     size = ("--model=mlp:width=512", "--time_limit=2")
-    run_module("paged_state", tmp_path, *flags, *size)
+    run_module("benchmarks.paged_state", tmp_path, *flags, *size)
     result = json.loads((tmp_path / "mlp.json").read_text())
     ours, plain = result["rows"]
     assert result["largest_loss_difference"] < 1e-4

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_errors import assert_three_sentences
 
-from experiments import minilm, passages
-from experiments.minilm import MiniLM, bert_name, load_minilm, package_folder
 from experiments.models import TransformerConfig
-from experiments.wordpiece import WordPiece, words_of
+from experiments.sparse import minilm, passages
+from experiments.sparse.minilm import MiniLM, bert_name, load_minilm, package_folder
+from experiments.sparse.wordpiece import WordPiece, words_of
 
 TINY = TransformerConfig(
     vocabulary=20, num_classes=3, layers=2, width=8, heads=2, length=6, dropout=0.0,
@@ -190,7 +190,7 @@ def test_tokens_are_those_of_bert(published):
 
 
 def finetune(*flags):
-    command = [sys.executable, "-m", "experiments.finetune", *flags]
+    command = [sys.executable, "-m", "experiments.sparse.finetune", *flags]
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -202,7 +202,7 @@ def test_fine_tuning_draws_its_rows_and_names_a_bad_scheme(tmp_path):
     assert (tmp_path / "schemes.png").read_bytes().startswith(b"\x89PNG")
     for name in ("contributions.jsonl", "searches.csv"):
         shutil.copy(rows.parent / name, tmp_path)
-    command = [sys.executable, "-m", "experiments.search", "--plot"]
+    command = [sys.executable, "-m", "experiments.sparse.search", "--plot"]
     subprocess.run([*command, f"--output={tmp_path}"], check=True)
     assert (tmp_path / "search.png").read_bytes().startswith(b"\x89PNG")
     (tmp_path / "schemes.png").unlink()

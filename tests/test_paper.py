@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strategies import budgeted_graphs
 
 import poet_jax
-from experiments import layer_graphs
+from experiments.paper import layer_graphs
 
 INSTANCES = pathlib.Path(__file__).parents[2] / "shared" / "instances"
 

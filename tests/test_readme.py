@@ -13,7 +13,7 @@ import re
 import jax
 import pytest
 
-from experiments import tables
+from experiments.benchmarks import tables
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

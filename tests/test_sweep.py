@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from strategies import attempt, budgeted_graphs
 
 import poet_jax
-from experiments import baselines, points
+from experiments.paper import baselines, points
 from experiments.steps import read_rows
 from poet_jax.core.graph import write_instance
 from poet_jax.planners.planner import fits

@@ -1,8 +1,9 @@
 """What libraries allocate behind XLA's back, which its own counts leave out.
 
-A table of rules by primitive, for XLA's CPU backend of jax 0.10. `experiments.scratch`
-measures each from outside; where what a library takes varies from run to run a rule is
-the most that was seen. What is not in the table has none worth mentioning.
+A table of rules by primitive, for XLA's CPU backend of jax 0.10.
+`experiments.benchmarks.scratch` measures each from outside; where what a library takes
+varies from run to run a rule is the most that was seen. What is not in the table has
+none worth mentioning.
 """
 
 import math

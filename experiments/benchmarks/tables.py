@@ -1,9 +1,10 @@
 """Write the tables of measured steps into README.md and docs/benchmarks.md.
 
-    python -m experiments.tables
+    python -m experiments.benchmarks.tables
 
-They come from the committed rows of `experiments.step_benchmark`, `small_steps` and
-`paged_state`, between the comments `<!-- table: NAME -->` and `<!-- end -->` of a page.
+They come from the committed rows of `experiments.benchmarks.step_benchmark`,
+`small_steps` and `paged_state`, between the comments `<!-- table: NAME -->` and `<!--
+end -->` of a page.
 """
 
 import csv
@@ -16,7 +17,7 @@ from absl import app
 
 from poet_jax.core.units import format_bytes
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 README_ROWS = (

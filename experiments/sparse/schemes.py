@@ -1,11 +1,11 @@
 """Schemes that train a part of a model: how each is named, measured and written down.
 
-What `experiments.finetune` and `experiments.adapt` share. Schemes are named in a table
-of updates with their learning rates, or fractions as JSON. Seconds are medians, beside
-`nnx.jit` of full training in turns; the ratio is the median over pairs. The rise is of
-the process's high-water mark (VmHWM) in a step over what the process held besides the
-step's arguments. Joules are modelled, for the plan that ran, if a device had the memory
-that the budget grants.
+What `experiments.sparse.finetune` and `experiments.sparse.adapt` share. Schemes are
+named in a table of updates with their learning rates, or fractions as JSON. Seconds are
+medians, beside `nnx.jit` of full training in turns; the ratio is the median over pairs.
+The rise is of the process's high-water mark (VmHWM) in a step over what the process
+held besides the step's arguments. Joules are modelled, for the plan that ran, if a
+device had the memory that the budget grants.
 """
 
 import csv
@@ -26,7 +26,7 @@ from absl import flags, logging
 from flax import nnx
 
 import poet_jax
-from experiments import memory
+from experiments.benchmarks import memory
 from experiments.data import Dataset
 from experiments.models import loss_fn
 from experiments.steps import in_ram

@@ -1,6 +1,6 @@
 """Sparse updates: what training a part of BERT's parameters saves.
 
-    python -m experiments.update_benchmark
+    python -m experiments.benchmarks.update_benchmark
 
 BERT with 6 layers on 8 windows of 128 bytes, AdamW, in flax linen: everything is
 trained, then only biases, the last two blocks, the first quarter of the input channels

@@ -1,7 +1,7 @@
 """What do libraries allocate that XLA does not report? The rules of `poet_jax.scratch`,
 from outside.
 
-    python -m experiments.scratch
+    python -m experiments.benchmarks.scratch
 
 runs each operation in a process of its own: it resets the process's high-water mark,
 calls the compiled operation once, and takes what the mark rose by, less what XLA's own
@@ -23,7 +23,7 @@ import numpy as np
 from absl import app, flags, logging
 
 import poet_jax
-from experiments import memory
+from experiments.benchmarks import memory
 from poet_jax.passes.cpu.scratch import node_scratch
 
 OUTPUT = flags.DEFINE_string("output", "experiments/results/scratch", "Folder.")
@@ -129,7 +129,12 @@ def main(argv: list[str]) -> None:
     with open(path, "w", newline="") as file:
         csv.writer(file).writerow(COLUMNS)
         for name in CASES:
-            command = [sys.executable, "-m", "experiments.scratch", f"--only={name}"]
+            command = [
+                sys.executable,
+                "-m",
+                "experiments.benchmarks.scratch",
+                f"--only={name}",
+            ]
             row = subprocess.run(command, capture_output=True, text=True, check=True)
             logging.info(row.stdout.strip())
             file.write(row.stdout.replace("\r\n", "\n"))

@@ -1,8 +1,8 @@
 """Measured steps: time and memory of whole training steps within budgets.
 
-    python -m experiments.step_benchmark
-    python -m experiments.step_benchmark --only_missing
-    python -m experiments.step_benchmark --plot
+    python -m experiments.benchmarks.step_benchmark
+    python -m experiments.benchmarks.step_benchmark --only_missing
+    python -m experiments.benchmarks.step_benchmark --plot
 
 The first command runs a training step with AdamW of each model, as `jax.jit`, as
 `jax.jit` with `jax.checkpoint` around every block, and within budgets from 100 to 25 %
@@ -13,15 +13,15 @@ one if there is one; the second command measures only rows that the file lacks. 
 it takes about 70 minutes on two cores; --models and --shares choose a part. The third
 command draws steps.png.
 
-Columns are those of `experiments.measuring.measure_step`: seconds of planning and
-compiling beside those of `jax.jit`; bytes that were planned, that XLA counts in the
-compiled step (never more than the budget), and by which the process's high-water mark
-(VmHWM) rose in ten steps or more after the first, over what it held besides the step's
-arguments, to be compared with the budget, too, and with that of `jax.jit` over its own
-count (jit_rise_bytes, jit_bytes), as XLA frees late; and seconds, which are medians
-over steps, and ratios to those of `jax.jit`, medians over pairs of steps in turn.
-Delete the file at `poet_jax.devices.host_path()` first to have this machine's rates
-measured anew.
+Columns are those of `experiments.benchmarks.measuring.measure_step`: seconds of
+planning and compiling beside those of `jax.jit`; bytes that were planned, that XLA
+counts in the compiled step (never more than the budget), and by which the process's
+high-water mark (VmHWM) rose in ten steps or more after the first, over what it held
+besides the step's arguments, to be compared with the budget, too, and with that of
+`jax.jit` over its own count (jit_rise_bytes, jit_bytes), as XLA frees late; and
+seconds, which are medians over steps, and ratios to those of `jax.jit`, medians over
+pairs of steps in turn. Delete the file at `poet_jax.devices.host_path()` first to have
+this machine's rates measured anew.
 
 On an accelerator the models are larger ones, budgets are of its memory, and the rise is
 of what its allocator was seen to have in use, asked again after every fifth of a
@@ -37,7 +37,7 @@ import numpy as np
 import optax
 from absl import app
 
-from experiments import measuring
+from experiments.benchmarks import measuring
 from experiments.steps import TrainingStep, flax_case, unet_case
 
 measuring.step_flags(
@@ -99,7 +99,7 @@ def main(argv: list[str]) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     measuring.run_steps(
         argv,
-        "experiments.step_benchmark",
+        "experiments.benchmarks.step_benchmark",
         {name: functools.partial(training, name) for name in ALL_CASES},
         plot,
         file="steps",

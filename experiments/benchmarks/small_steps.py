@@ -1,17 +1,18 @@
 """Steps of 5 to 300 ms: what a budget costs where there is little to hide it behind.
 
-    python -m experiments.small_steps
-    python -m experiments.small_steps --only_missing
-    python -m experiments.small_steps --plot
+    python -m experiments.benchmarks.small_steps
+    python -m experiments.benchmarks.small_steps --only_missing
+    python -m experiments.benchmarks.small_steps --plot
 
-The first command runs the training steps of `experiments.small_models` in 100 and 60 %
-of what keep-all needs and in 5 %, or the smallest budget that works, each in a process
-of its own and in turns with `jax.jit`. It writes each row to
+The first command runs the training steps of `experiments.benchmarks.small_models` in
+100 and 60 % of what keep-all needs and in 5 %, or the smallest budget that works, each
+in a process of its own and in turns with `jax.jit`. It writes each row to
 experiments/results/small_steps/small_steps.csv as soon as it is measured; the second
 command measures only rows that the file lacks. All of it takes about an hour on two
 cores; --models and --shares choose a part. The third command draws small_steps.png.
 
-Columns are those of `experiments.measuring.measure_step`. Expect, for every row:
+Columns are those of `experiments.benchmarks.measuring.measure_step`. Expect, for every
+row:
 
 - compiled_bytes at most budget_bytes, and planned_bytes about as many;
 - rise_bytes below 100 % at most budget_bytes and 20 MiB, which XLA's threads and
@@ -28,8 +29,8 @@ import pathlib
 
 from absl import app
 
-from experiments import measuring
-from experiments.small_models import SMALL_STEPS
+from experiments.benchmarks import measuring
+from experiments.benchmarks.small_models import SMALL_STEPS
 
 measuring.step_flags(
     "experiments/results/small_steps",
@@ -75,7 +76,7 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
 
 
 def main(argv: list[str]) -> None:
-    program = "experiments.small_steps"
+    program = "experiments.benchmarks.small_steps"
     measuring.run_steps(argv, program, SMALL_STEPS, plot, file="small_steps")
 
 

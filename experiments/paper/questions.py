@@ -1,7 +1,7 @@
 """The questions of the POET paper, asked of traced models; README.md has the findings.
 
-    python -m experiments.paper --question=ram
-    python -m experiments.paper --plot
+    python -m experiments.paper.questions --question=ram
+    python -m experiments.paper.questions --plot
 
 The first command plans what its question needs, and appends rows to a CSV file in
 experiments/results/paper/; a run that was stopped goes on where it was. On two cores
@@ -10,7 +10,7 @@ and `rules` 30. The second command draws every figure from the rows. All is mode
 nothing runs, and no joule is measured.
 
 ram: energy against RAM for each planner on four of the paper's devices.
-instances: the same for the paper's own layer graphs (experiments/layer_graphs.py).
+instances: the same for the paper's own graphs (experiments/paper/layer_graphs.py).
 deadline: energy against the deadline, in 45 % of keep-all's memory.
 smallest: the least RAM in which a model trains, what sets it, and who has as much.
 rules: plans by the published rules, judged by the simulator's.
@@ -27,8 +27,8 @@ import numpy as np
 from absl import app, flags
 
 import poet_jax
-from experiments import points
-from experiments.layer_graphs import DEFAULT_FOLDER, instance_paths
+from experiments.paper import points
+from experiments.paper.layer_graphs import DEFAULT_FOLDER, instance_paths
 from experiments.steps import read_rows
 from poet_jax.planners.planner import keep_everything
 from poet_jax.stores.paged import at_home

@@ -1,8 +1,8 @@
 """Adapt a MobileNetV2 to new classes by sparse backpropagation within a budget.
 
-    python -m experiments.adapt
-    python -m experiments.adapt --budget=25% --update=full --update=pockengine
-    python -m experiments.adapt --plot
+    python -m experiments.sparse.adapt
+    python -m experiments.sparse.adapt --budget=25% --update=full --update=pockengine
+    python -m experiments.sparse.adapt --plot
 
 A small MobileNetV2 learns the digits 0 to 4 of mnist, at half of its resolution, and is
 kept in outputs/adapt. Then its classifier is replaced, and it learns the digits 5 to 9
@@ -12,10 +12,11 @@ experiments/results/adapt/schemes.csv; rows that are there already are not measu
 again. The first command takes about 20 minutes on two cores, for 13 schemes. Expect an
 accuracy around 0.8 where chance is 0.2. The last one draws schemes.png.
 
-An update is one of SCHEMES, or "searched", which is what `experiments.adapt_search`
-found, or JSON with a fraction for each pattern of paths, such as
-'{"blocks/[5-6]/expand/**": 1, "head/**": 1}'. A budget is a size, a percentage of what
-full training needs when everything is kept, or "all", which is no limit.
+An update is one of SCHEMES, or "searched", which is what
+`experiments.sparse.adapt_search` found, or JSON with a fraction for each pattern of
+paths, such as '{"blocks/[5-6]/expand/**": 1, "head/**": 1}'. A budget is a size, a
+percentage of what full training needs when everything is kept, or "all", which is no
+limit.
 
 Full training normalises by the statistics of the batch and updates those that are kept,
 as usual (statistics="update", train mode). Every other scheme, from JSON too,
@@ -23,7 +24,7 @@ normalises by those that the old classes left, and keeps them (statistics="keep"
 mode): what is frozen then needs nothing for the backward pass. "full_kept" is full
 training in that mode.
 
-What is measured and what is modelled is said in `experiments.schemes`. Costs are
+What is measured and what is modelled is said in `experiments.sparse.schemes`. Costs are
 measured once for all seeds of a command, and ratios are over full training in the usual
 mode.
 """
@@ -42,9 +43,9 @@ from absl import app, flags, logging
 from flax import nnx
 
 import poet_jax
-from experiments import schemes
-from experiments.halves import Halves, learned, load_halves, with_new_head
 from experiments.models import loss_fn
+from experiments.sparse import schemes
+from experiments.sparse.halves import Halves, learned, load_halves, with_new_head
 from experiments.steps import read_rows
 from poet_jax.update import Update, bias_only, full, last_blocks
 
@@ -78,7 +79,7 @@ SCHEMES: dict[str, tuple[Update, float]] = {
     ),
 }
 
-SEARCHED = pathlib.Path(__file__).parent / "results" / "adapt" / "searched.json"
+SEARCHED = pathlib.Path(__file__).parents[1] / "results" / "adapt" / "searched.json"
 UPDATES = flags.DEFINE_multi_string(
     "update",
     list(SCHEMES),
@@ -272,7 +273,7 @@ def main(argv: list[str]) -> None:
     except ValueError as error:
         raise SystemExit(str(error)) from error
     for key, seeds in groups if len(groups) > 1 else []:
-        schemes.run_alone("experiments.adapt", key | {"seed": seeds}, OTHERS)
+        schemes.run_alone("experiments.sparse.adapt", key | {"seed": seeds}, OTHERS)
     plot(read_rows(path), path.with_suffix(".png"))
 
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from absl import app, flags, logging
 
 import poet_jax
-from experiments import memory
+from experiments.benchmarks import memory
 from experiments.steps import TrainingStep, read_rows
 
 CHILD = flags.DEFINE_list("child", None, "For the program's own children.")

@@ -1,7 +1,7 @@
 """Does the budget hold for several shapes, several steps, and scratch of libraries?
 
-    python -m experiments.shapes
-    python -m experiments.shapes --only_missing
+    python -m experiments.benchmarks.shapes
+    python -m experiments.benchmarks.shapes --only_missing
 
 Every scenario runs in a process of its own, within the least budget in which all of its
 steps can be planned and 2 % more, planned for a Raspberry Pi 4 and for this machine:
@@ -33,7 +33,7 @@ import jax.numpy as jnp
 from absl import app, flags
 
 import poet_jax
-from experiments import measuring, memory
+from experiments.benchmarks import measuring, memory
 from experiments.steps import named_device
 
 SIZE = flags.DEFINE_integer("size", 32768, "Examples in the largest batch.", 8)
@@ -187,7 +187,7 @@ def main(argv: list[str]) -> None:
         pathlib.Path(OUTPUT.value) / "shapes.csv",
         COLUMNS,
         list(itertools.product(names, DEVICES.value)),
-        functools.partial(measuring.in_process, "experiments.shapes"),
+        functools.partial(measuring.in_process, "experiments.benchmarks.shapes"),
     )
 
 

@@ -1,18 +1,18 @@
 """Search for which convolutions of a MobileNetV2 to adapt within a budget.
 
-    python -m experiments.adapt_search
-    python -m experiments.adapt --update=searched --budget=15%
+    python -m experiments.sparse.adapt_search
+    python -m experiments.sparse.adapt --update=searched --budget=15%
 
 The first command measures what each of 20 convolutions adds to the accuracy of training
-the new classifier alone, on the task of `experiments.adapt` with --seed=100, which
-no row there has. That takes 5 minutes on two cores; scores are kept in
+the new classifier alone, on the task of `experiments.sparse.adapt` with --seed=100,
+which no row there has. That takes 5 minutes on two cores; scores are kept in
 contributions.jsonl as they come. Then `poet_jax.update.search` chooses those of most
-gain within --within, a size or a percentage of what full training needs when
-everything is kept; it writes searched.json, and draws contributions.png. With --plot it
-only draws.
+gain within --within, a size or a percentage of what full training needs when everything
+is kept; it writes searched.json, and draws contributions.png. With --plot it only
+draws.
 
-Gains are measured, each once: one standard error of a row in `experiments.adapt` is
-about a point. Flags that `experiments.adapt` lists, too, mean the same here.
+Gains are measured, each once: one standard error of a row in `experiments.sparse.adapt`
+is about a point. Flags that `experiments.sparse.adapt` lists, too, mean the same here.
 """
 
 import json
@@ -28,16 +28,16 @@ from absl import app, flags, logging
 from flax import nnx
 
 import poet_jax
-from experiments import adapt, schemes
-from experiments.halves import Halves
 from experiments.models import loss_fn
+from experiments.sparse import adapt, schemes
+from experiments.sparse.halves import Halves
 from poet_jax.update import Update, contributions, search
 
 PARTS = ("expand", "depthwise", "project")
 SEED = 100
 LEARNING_RATE = 1e-2
 
-# Flags of experiments.adapt that mean the same here, so that --help lists them.
+# Flags of experiments.sparse.adapt that mean the same here, so that --help lists them.
 for name in (
     "steps", "examples", "batch_size", "model", "dataset", "pixels", "old_steps",
     "time_limit", "plan_cache", "compiled", "learned", "output", "plot",
@@ -58,7 +58,8 @@ def items(model: nnx.Module) -> dict[str, float]:
 
 
 def scorer(key: dict[str, Any], halves: Halves) -> Callable[[Update | None], float]:
-    """The accuracy of a scheme, trained as in `experiments.adapt` without a budget.
+    """The accuracy of a scheme, trained as in `experiments.sparse.adapt` without a
+    budget.
 
     All gradients are computed and those of the scheme are used, so that one executable
     serves every scheme.
@@ -124,7 +125,8 @@ def scored(path: pathlib.Path) -> dict[str, float]:
     def missing(update: Update | None) -> float:
         raise ValueError(
             f"A figure was asked for, and {path} has no score of {update}. It is drawn "
-            "from that file. Type python -m experiments.adapt_search, without --plot."
+            "from that file. Type python -m experiments.sparse.adapt_search, without "
+            "--plot."
         )
 
     lines = path.read_text().splitlines() if path.exists() else []

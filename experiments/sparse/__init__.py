@@ -1,0 +1,1 @@
+"""Studies of training a part of the parameters."""
