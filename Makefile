@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: setup demo test lint figures clean
+.PHONY: setup demo test lint docs figures clean
 
 setup: .venv/.installed
 
@@ -15,7 +15,7 @@ setup: .venv/.installed
 demo: setup
 	$(BIN)/python -m experiments.demo
 
-test: setup lint
+test: setup lint docs
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 figures: setup
@@ -30,6 +30,9 @@ figures: setup
 	$(BIN)/python -m experiments.benchmarks.plan_benchmark --plot
 	$(BIN)/python -m experiments.benchmarks.step_benchmark --plot
 	$(BIN)/python -m experiments.benchmarks.small_steps --plot
+
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 lint: setup
 	$(BIN)/ruff check .

@@ -34,6 +34,7 @@ import pathlib
 import resource
 import statistics
 import time
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -98,6 +99,8 @@ CASES = {
     "unet": unet_case(),
     "skips": skips_case(),
 }
+# What the page of benchmarks shows.
+PAGE_PANELS = ("resnet50 gradient", "bert12 gradient", "skips gradient", "gpt24 step")
 PAPER_NODES = 60  # more are out of reach of the published formulation
 COLUMNS = (
     "graph", "kind", "nodes", "keep_all_bytes", "share", "memory_bytes", "planner",
@@ -241,8 +244,14 @@ def smallest_bytes(graph, costs) -> int:
     return 1
 
 
-def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
-    """A panel per graph: what each planner costs over keep-all, against memory."""
+def plot(
+    rows: list[dict[str, str]], path: pathlib.Path, chosen: Sequence[str] = ()
+) -> None:
+    """A panel per graph: what each planner costs over keep-all, against memory.
+
+    Panels are those of "graph kind" that are `chosen`, four in a line, or two if there
+    are so few; by default all.
+    """
     from matplotlib.figure import Figure
 
     shortest = {
@@ -250,9 +259,11 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
         for row in sorted(rows, key=lambda row: -float(row["time_limit"]))
     }
     panels = list(dict.fromkeys((row["graph"], row["kind"]) for row in rows))
-    columns = 4
+    panels = [x for x in panels if not chosen or " ".join(x) in chosen]
+    columns = 4 if len(panels) > 4 else 2
     lines = -(-len(panels) // columns)
-    figure = Figure(figsize=(12, 2.6 * lines + 0.6), layout="constrained")
+    size = 3 * columns, 2.6 * lines + 0.6
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
     axes = figure.subplots(lines, columns, squeeze=False)
     # Okabe and Ito's colours, which are told apart without red or green.
     styles = {
@@ -297,7 +308,7 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
     for axis in axes.flat:
         handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
     figure.legend(
-        handles.values(), handles.keys(), loc="outside upper center", ncols=8,
+        handles.values(), handles.keys(), loc="outside upper center", ncols=2 * columns,
         fontsize=8, frameon=False,
     )  # fmt: skip
     figure.savefig(path, dpi=130)
@@ -310,7 +321,10 @@ def main(argv: list[str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if not PLOT.value:
         run(folder / "plans.csv")
-    plot(read_rows(folder / "plans.csv"), folder / "plans.png")
+    rows = read_rows(folder / "plans.csv")
+    plot(rows, folder / "plans.png")
+    if PLOT.value:
+        plot(rows, pathlib.Path("docs/plans.png"), PAGE_PANELS)
 
 
 if __name__ == "__main__":
