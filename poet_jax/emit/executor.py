@@ -262,17 +262,14 @@ class PagedStep:
         Times are (start, stop) on the clock of the stamps.
         """
         copies, read = {}, {}
-        values = self.graph.values
-        # What is read is there twice for a moment: the largest first.
-        for value in sorted(self.graph.resident, key=lambda v: -values[v].nbytes):
+        for value in sorted(self.graph.resident):
             place, described = self.graph.stored[value], self.graph.values[value]
             copy = leaves[place.leaf].take_copy(place.block)
             if copy is None:
                 start = time.monotonic()
-                data = np.empty(described.nbytes, np.uint8)
-                leaves[place.leaf].read(data, place.block, described.name)
-                shaped = data.view(described.dtype).reshape(described.shape)
-                copy = jax.device_put(shaped)
+                places = leaves[place.leaf].places(place.block, described.name)
+                blocks = self._emitted.blocks(value)
+                copy = library.load_page(described.kind, places, described.name, blocks)
                 read[value] = start, time.monotonic()
             copies[value] = copy
         return copies, read

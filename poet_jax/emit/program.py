@@ -100,12 +100,12 @@ class Emitted:
             start = 0
             for x in self.program.instructions:
                 if isinstance(x, PageIn | PageOut) and x.value not in rows:
-                    stop = start + len(self._blocks(x.value) or (0,))
+                    stop = start + len(self.blocks(x.value) or (0,))
                     rows[x.value] = range(start, stop)
                     start = stop
         return rows
 
-    def _blocks(self, value: int) -> tuple[int, ...] | None:
+    def blocks(self, value: int) -> tuple[int, ...] | None:
         """Bytes of the blocks of an array on storage, if it is paged as a whole."""
         graph = self.program.graph
         place = graph.stored.get(value) or graph.landing.get(value)
@@ -234,7 +234,7 @@ class _Walk:
         return {
             "row": self.emitted.pages[value].start,
             "name": self.graph.values[value].name,
-            "blocks": self.emitted._blocks(value),
+            "blocks": self.emitted.blocks(value),
         }
 
     def after(self) -> jax.Array:

@@ -9,6 +9,7 @@ them, beside what XLA computes meanwhile.
 """
 
 import ctypes
+import functools
 import hashlib
 import importlib.metadata
 import math
@@ -25,6 +26,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from poet_jax.core.errors import PageStoreError
@@ -234,6 +236,43 @@ def page_in(
         **_attributes(nbytes, row, name, blocks),
     )
     return x, record
+
+
+def load_page(
+    kind: tuple[Sequence[int], Any],
+    places: Sequence[tuple[int, int, int, int]],
+    name: str,
+    blocks: Sequence[int] | None = None,
+) -> jax.Array:
+    """What lies at `places`, [B], as a new array; the rest is as for `page_in`.
+
+    XLA reads it into the array's own memory, so that it is in RAM once. Raises
+    PageStoreError, naming `name`.
+    """
+    shape, dtype = kind
+    program = _loader((tuple(shape), dtype), None if blocks is None else tuple(blocks))
+    try:
+        return jax.block_until_ready(program(np.array(places, np.uint32)))
+    except (RuntimeError, ValueError) as error:
+        failure = page_error(error)
+        if failure is None:
+            raise
+        text = str(failure).replace(f"{_LOADED!r}", f"{name!r}", 1)
+        raise PageStoreError(text) from error
+
+
+_LOADED = "loaded"  # for any name: a program that has one is compiled for that alone
+
+
+@functools.cache
+def _loader(kind: tuple[tuple[int, ...], Any], blocks: tuple[int, ...] | None) -> Any:
+    def load(places: jax.Array) -> jax.Array:
+        page, _ = page_in(
+            kind, jnp.uint32(0), None, places, row=0, name=_LOADED, blocks=blocks
+        )
+        return page
+
+    return jax.jit(load)
 
 
 def clock(*after: jax.Array) -> jax.Array:
