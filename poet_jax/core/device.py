@@ -52,7 +52,7 @@ class DeviceProfile:
         what a unit and a size is; "moved" is for a byte of memory traffic, by the bytes
         that a kernel moves. Joules are then seconds times `compute_watts`.
       node_costs: path of a CSV file with measured nodes, whose seconds and joules
-        replace what is computed; see `price.write_node_costs`.
+        replace what is computed; see `devices.write_node_costs`.
       node_costs_partial: whether nodes that the file lacks are priced as without it.
       source: origin of each number, a sentence for all or one for each attribute; an
         assumption says "assumed".

@@ -16,7 +16,8 @@ class BudgetTooSmall(ValueError):
         lies between it and `smallest_bytes`; the same as that if `exact`.
       node: name of the node at which memory is highest under that smallest budget.
       values: names of the values alive there, largest first.
-      plan: the Plan that needs `smallest_bytes`, or more if that was compiled.
+      plan: the leanest Plan that was found, which needs `smallest_bytes`: by the
+        simulator, or by the compiler's count if it was compiled.
     """
 
     def __init__(

@@ -269,7 +269,11 @@ def budget_too_small(
         least_bytes=least if exact else int(least_bytes or 0),
         node=node,
         values=tuple(names),
-        plan=smallest.plan(planner, time.monotonic()),
+        plan=smallest.plan(
+            planner,
+            time.monotonic(),
+            bound=least_objective(graph, costs, "energy"),
+        ),
     )
 
 
