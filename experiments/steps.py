@@ -126,9 +126,9 @@ def traced(case: Case, kind: str) -> poet_jax.Graph:
         moments = jax.eval_shape(optimizer.init, params)
         step = jax.jit(training_step(case.loss, optimizer), donate_argnums=0)
         graph = poet_jax.trace(step, (params, rest, moments), batch)
-    coarse = poet_jax.passes.coarsen(graph)
-    # `order` would keep operands instead of gradients, which take no room there.
-    return coarse if kind == "activations" else poet_jax.passes.order(coarse)
+    coarse = poet_jax.passes.group(graph)
+    # `reorder` would keep operands instead of gradients, which take no room there.
+    return coarse if kind == "activations" else poet_jax.passes.reorder(coarse)
 
 
 def in_ram(tree) -> int:

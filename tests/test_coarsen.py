@@ -10,14 +10,14 @@ from jax.experimental import io_callback
 from strategies import programs
 
 import poet_jax
-from poet_jax.passes.group import HEAVY
+from poet_jax.passes.grouping import HEAVY
 
 X = jnp.ones((64, 64))  # 16 KiB, not tiny
 
 
 def nodes_of(fun, *args):
     """The set of primitives of each node."""
-    graph = poet_jax.passes.coarsen(poet_jax.trace(fun, *args))
+    graph = poet_jax.passes.group(poet_jax.trace(fun, *args))
     return [tuple(x.primitive.name for x in node.equations) for node in graph.nodes]
 
 
@@ -106,7 +106,7 @@ def test_a_step_counter_does_not_join_the_updates():
         updates, state = optimizer.update(gradients, state, weights)
         return optax.apply_updates(weights, updates), state
 
-    graph = poet_jax.passes.coarsen(
+    graph = poet_jax.passes.group(
         poet_jax.trace(step, weights, optimizer.init(weights), X)
     )
     moments = [
@@ -136,7 +136,7 @@ def test_effects_stay_single_and_in_order():
         io_callback(print, None, y[0, 0], ordered=True)
         return jnp.exp(y)
 
-    graph = poet_jax.passes.coarsen(poet_jax.trace(fun, X))
+    graph = poet_jax.passes.group(poet_jax.trace(fun, X))
     once = [node for node in graph.nodes if not node.repeatable]
     assert [len(node.equations) for node in once] == [1, 1]
     product = next(n for n, x in enumerate(graph.nodes) if "dot_general" in x.name)
@@ -159,7 +159,7 @@ def test_effects_make_no_cycle_with_what_joins_around_them():
         return second * 2 + first
 
     x = jnp.eye(128)
-    graph = poet_jax.passes.coarsen(poet_jax.trace(fun, x))
+    graph = poet_jax.passes.group(poet_jax.trace(fun, x))
     np.testing.assert_allclose(graph(x)[0], fun(x), rtol=1e-6)
 
 
@@ -173,7 +173,7 @@ def test_only_a_product_of_matrices_is_turned(subscripts):
     def fun(left, right):
         return jnp.einsum(subscripts, left, right)
 
-    graph = poet_jax.passes.coarsen(poet_jax.trace(fun, left, right))
+    graph = poet_jax.passes.group(poet_jax.trace(fun, left, right))
     np.testing.assert_allclose(graph(left, right)[0], fun(left, right), rtol=1e-5)
 
 
@@ -181,7 +181,7 @@ def test_a_node_is_backward_if_its_last_equation_is():
     def loss(w, x):
         return jnp.tanh(x @ w).sum()
 
-    graph = poet_jax.passes.coarsen(poet_jax.trace(jax.grad(loss), X, X))
+    graph = poet_jax.passes.group(poet_jax.trace(jax.grad(loss), X, X))
     marks = [node.backward for node in graph.nodes]
     assert marks == sorted(marks) and set(marks) == {False, True}
     assert "tanh" in [x.primitive.name for x in graph.nodes[1].equations]
@@ -201,7 +201,7 @@ def test_a_kernel_gets_its_gradient_as_it_lies():
     kernel = jax.random.normal(jax.random.key(0), (32, 64))
     x = jax.random.normal(jax.random.key(1), (48, 32))
     fine = poet_jax.trace(step, kernel, x)
-    graph = poet_jax.passes.coarsen(fine)
+    graph = poet_jax.passes.group(fine)
     product, update = graph.nodes[-2:]
     assert [x.primitive.name for x in product.equations] == ["dot_general"]
     assert product.name.endswith("dot_general")
@@ -219,7 +219,7 @@ def test_a_product_that_is_read_both_ways_stays_as_it_is():
         return jnp.tanh(product.T), jnp.exp(product)
 
     a = jnp.ones((32, 64))
-    graph = poet_jax.passes.coarsen(poet_jax.trace(fun, a, a.T))
+    graph = poet_jax.passes.group(poet_jax.trace(fun, a, a.T))
     names = [x.primitive.name for node in graph.nodes for x in node.equations]
     assert sorted(names) == ["dot_general", "exp", "tanh", "transpose"]
 
@@ -231,7 +231,7 @@ def test_the_same_equations_give_the_same_values(case):
     product in none), in a valid order."""
     fun, args = case
     fine = poet_jax.trace(fun, *args)
-    graph = poet_jax.passes.coarsen(fine)
+    graph = poet_jax.passes.group(fine)
     assert len(graph.nodes) <= len(fine.nodes)
 
     def count(graph):

@@ -26,7 +26,7 @@ def convolve(image, kernel, numbers=NHWC, strides=(1, 1), padding="SAME", **opti
 
 
 def graph_of(fun, *args):
-    return cpu_kernels(poet_jax.passes.coarsen(poet_jax.trace(fun, *args)))
+    return cpu_kernels(poet_jax.passes.group(poet_jax.trace(fun, *args)))
 
 
 def slope_of(convolution, image, kernel):
@@ -174,7 +174,7 @@ def test_it_is_a_pass_that_can_be_left_out(trace):
     )
     with_it, without = (
         schedule(),
-        schedule(passes=(poet_jax.passes.coarsen, poet_jax.passes.order)),
+        schedule(passes=(poet_jax.passes.group, poet_jax.passes.reorder)),
     )
     args = KERNEL * 0.01, jax.random.normal(jax.random.key(0), IMAGE.shape)
     assert with_it.plan(*args).graph.is_lowered

@@ -32,7 +32,7 @@ BOARD = poet_jax.DeviceProfile(
 
 def graph_of(dtype=jnp.float32, size=4):
     x = jax.ShapeDtypeStruct((size, size), dtype)
-    return poet_jax.passes.coarsen(poet_jax.trace(lambda a: jnp.tanh(a @ a) @ a, x))
+    return poet_jax.passes.group(poet_jax.trace(lambda a: jnp.tanh(a @ a) @ a, x))
 
 
 @pytest.mark.parametrize("name", poet_jax.devices.ALL)

@@ -32,7 +32,7 @@ def test_each_row_is_what_a_schedule_with_the_passes_so_far_starts_from():
 
 
 def test_a_table_has_the_passes_given_and_says_where_seconds_are_from():
-    passes = (functools.partial(poet_jax.passes.coarsen), poet_jax.passes.order)
+    passes = (functools.partial(poet_jax.passes.group), poet_jax.passes.reorder)
     some = {"dot_float32": [(1.0, 1e-9)], "moved": [(1.0, 1e-9)]}
     for rates, words in ((some, "calibrated"), ({}, "modelled from")):
         device = dataclasses.replace(OPTIONS["device"], rates=rates)
@@ -41,8 +41,8 @@ def test_a_table_has_the_passes_given_and_says_where_seconds_are_from():
         assert [line.split()[0] for line in table[:4]] == [
             "after",
             "trace",
-            "coarsen",
-            "order",
+            "group",
+            "reorder",
         ]
         assert device.name in table[4] and words in table[4]
         assert len(table) == 5  # nothing is applied
@@ -80,7 +80,7 @@ def remark_of(tx):
 )
 def test_gradients_that_are_updated_one_by_one_wait_for_none(tx):
     assert remark_of(tx) == (
-        "order: each of 3 gradients can be applied as soon as it exists."
+        "reorder: each of 3 gradients can be applied as soon as it exists."
     )
 
 
@@ -116,7 +116,7 @@ def test_a_gradient_alone_is_applied_by_nobody():
 def test_flax_steps_have_effects():
     batch = jnp.ones((8, 4)), jnp.ones((8, 4))
     options = OPTIONS | {
-        "passes": (poet_jax.passes.coarsen,),
+        "passes": (poet_jax.passes.group,),
         "optimizer": optax.sgd(0.1),
     }
     model = nnx.Linear(4, 4, rngs=nnx.Rngs(0))

@@ -20,7 +20,7 @@ def planned(fun, args, share, planner=poet_jax.greedy, **jit_options):
     """(graph, costs, program) of a plan within a share of the way from least to
     keep-all."""
     graph = poet_jax.trace(jax.jit(fun, **jit_options), *args)
-    graph = poet_jax.passes.order(poet_jax.passes.coarsen(graph))
+    graph = poet_jax.passes.reorder(poet_jax.passes.group(graph))
     costs = poet_jax.price(graph, DEVICE)
     most = keep_everything(graph, costs).usage.peak_bytes
     plan = attempt(planner, graph, costs, max(1, int(share * most)))

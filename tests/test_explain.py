@@ -262,7 +262,7 @@ def test_a_reason_says_why_a_value_is_never_paged():
         factor = jnp.where(x.sum() > 0, 1.0, 2.0)
         return jnp.sin(factor * x) @ x + factor * jax.random.normal(first, x.shape)
 
-    passes = (poet_jax.passes.order,)
+    passes = (poet_jax.passes.reorder,)
     scheduled = poet_jax.schedule(fun, "1MiB", device=DEVICE, passes=passes)
     schedule = scheduled.plan(jax.random.key(0), jnp.ones((8, 8)))
     said = {"a weakly typed array": set(), "a PRNG key": set()}

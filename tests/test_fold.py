@@ -124,7 +124,7 @@ def test_a_folded_step_is_the_step(step, blocks, side, donate):
     fun, params = step(bias_only(), blocks=blocks, kernel=(side, 3))
     jitted = jax.jit(fun, donate_argnums=0 if donate else ())
     before = poet_jax.trace(jitted, params)
-    after = poet_jax.passes.fold(before)
+    after = poet_jax.passes.fold_scales(before)
     # The gradient goes through all convolutions but the first.
     assert scalings(before) - scalings(after) == blocks - 1
     leaves, tree = jax.tree.flatten(params)
@@ -152,17 +152,17 @@ def test_where_weights_are_trained_or_a_batch_normalises_nothing_changes(
     step, scheme, options
 ):
     traced = poet_jax.trace(*step(scheme, **options))
-    assert poet_jax.passes.fold(traced) is traced
+    assert poet_jax.passes.fold_scales(traced) is traced
 
 
 def test_grouped_convolutions_and_gradients_alone_stay():
     fun, params = linen_step(bias_only(), groups=2)
     traced = poet_jax.trace(fun, params)
-    assert poet_jax.passes.fold(traced) is traced
+    assert poet_jax.passes.fold_scales(traced) is traced
     fun, params = linen_step(bias_only())
     # Nothing says that what is not returned stays as it is.
     traced = poet_jax.trace(lambda p: jax.tree.map(jnp.negative, fun(p)), params)
-    assert poet_jax.passes.fold(traced) is traced
+    assert poet_jax.passes.fold_scales(traced) is traced
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_it_pays_only_where_an_array_goes(size, scale, read_twice, folds):
     image = jax.random.normal(jax.random.key(2), (8, size, size, 4))
     args = image, jnp.full(scale, 1.5, "float32"), jnp.ones((3, 3, 4, 4))
     before = poet_jax.trace(fun, *args)
-    after = poet_jax.passes.fold(before)
+    after = poet_jax.passes.fold_scales(before)
     assert (after is not before) == folds
     got, expected = jax.jit(lambda *x: (after(*x)[0], before(*x)[0]))(*args)
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
@@ -210,7 +210,7 @@ def test_a_step_within_a_budget_needs_less_of_it():
     """A pass that can be left out, by XLA's count of a step that ran."""
     batch = jnp.tile(X, (64, 1, 1, 1))
     runs = []
-    for without in ((), (poet_jax.passes.fold,)):
+    for without in ((), (poet_jax.passes.fold_scales,)):
         model = NnxNet(blocks=3)
         model.eval()
         passes = tuple(x for x in poet_jax.passes.PASSES if x not in without)
@@ -236,9 +236,7 @@ def test_a_step_within_a_budget_needs_less_of_it():
 
 
 def test_a_graph_of_groups_is_refused():
-    graph = poet_jax.passes.coarsen(
-        poet_jax.trace(lambda x: jnp.sin(x) * 2, jnp.ones(9))
-    )
+    graph = poet_jax.passes.group(poet_jax.trace(lambda x: jnp.sin(x) * 2, jnp.ones(9)))
     with pytest.raises(ValueError) as caught:
-        poet_jax.passes.fold(graph)
+        poet_jax.passes.fold_scales(graph)
     assert_three_sentences(caught.value, "passes=")

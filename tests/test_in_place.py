@@ -21,7 +21,7 @@ def donating(step, *args):
 
 
 def coarse(step, *args):
-    return poet_jax.passes.order(poet_jax.passes.coarsen(poet_jax.trace(step, *args)))
+    return poet_jax.passes.reorder(poet_jax.passes.group(poet_jax.trace(step, *args)))
 
 
 # Planned in stages, also where the function would fit as it is.
@@ -35,7 +35,7 @@ def scheduled(step, budget, executor=STAGES, planner=poet_jax.greedy):
         device=DEVICE,
         planner=planner,
         executor=executor,
-        passes=(poet_jax.passes.coarsen, poet_jax.passes.order),
+        passes=(poet_jax.passes.group, poet_jax.passes.reorder),
         donate_argnums=0,
     )
 

@@ -336,7 +336,7 @@ def check_run(fun, args, store, planner, budget):
         device=DEVICE,
         planner=planner,
         executor=executor,
-        passes=(poet_jax.passes.coarsen, poet_jax.passes.order),
+        passes=(poet_jax.passes.group, poet_jax.passes.reorder),
     )
     scheduled = make(budget)
     try:

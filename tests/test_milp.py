@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from strategies import HEURISTICS, attempt, budgeted_graphs, graphs, peak_bytes, solvers
 
 import poet_jax
-from poet_jax.passes.reorder import late
+from poet_jax.passes.reordering import late
 from poet_jax.planners.milp import search as milp
 from poet_jax.planners.milp import solver
 
@@ -338,8 +338,8 @@ def test_a_plan_in_either_order_is_a_start():
     """With a second for both orders, the planner ends no worse than it starts."""
     step, state, x = large_step()
     jitted = jax.jit(step, donate_argnums=0)
-    graph = poet_jax.passes.order(
-        poet_jax.passes.coarsen(poet_jax.trace(jitted, state, x))
+    graph = poet_jax.passes.reorder(
+        poet_jax.passes.group(poet_jax.trace(jitted, state, x))
     )
     costs = poet_jax.price(graph, poet_jax.devices.JETSON_TX2)
     budget = poet_jax.Budget(peak_bytes(graph, costs) // 2)

@@ -24,7 +24,7 @@ def normal(shape):
 def both(fun, *args):
     """(graph as traced, after both passes), once they are seen to compute the same."""
     before = poet_jax.trace(fun, *args)
-    after = poet_jax.passes.associate(poet_jax.passes.narrow(before))
+    after = poet_jax.passes.reassociate(poet_jax.passes.push_slices(before))
     results = jax.jit(lambda *x: (before(*x), after(*x)))(*jax.tree.leaves(args))
     for a, b in zip(*results, strict=True):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
@@ -135,7 +135,7 @@ def test_a_part_of_any_filter_gradient_is_that_of_a_part_of_the_image(data):
 def test_a_step_that_slices_nothing_is_left_alone(case):
     fun, args = case
     traced = poet_jax.trace(fun, *args)
-    assert poet_jax.passes.narrow(traced) is traced
+    assert poet_jax.passes.push_slices(traced) is traced
 
 
 def test_what_is_read_whole_is_not_taken_in_parts():
@@ -144,7 +144,7 @@ def test_what_is_read_whole_is_not_taken_in_parts():
         return z[:2], z.sum()
 
     traced = poet_jax.trace(fun, jnp.ones((4, 4)), jnp.ones((4, 4)))
-    assert poet_jax.passes.narrow(traced) is traced
+    assert poet_jax.passes.push_slices(traced) is traced
     both(lambda x, y: ((x @ y)[:2], x @ y), jnp.ones((4, 4)), jnp.ones((4, 4)))
 
 
@@ -248,11 +248,9 @@ def test_a_part_that_is_returned_twice_is_two_outputs():
 
 
 def test_a_graph_of_groups_is_refused():
-    graph = poet_jax.passes.coarsen(
-        poet_jax.trace(lambda x: jnp.sin(x) * 2, jnp.ones(9))
-    )
+    graph = poet_jax.passes.group(poet_jax.trace(lambda x: jnp.sin(x) * 2, jnp.ones(9)))
     with pytest.raises(ValueError) as caught:
-        poet_jax.passes.narrow(graph)
+        poet_jax.passes.push_slices(graph)
     assert_three_sentences(caught.value, "passes=")
 
 
@@ -269,7 +267,7 @@ def test_it_is_a_pass_that_can_be_left_out(budget):
     options = OPTIONS | {"executor": poet_jax.HostExecutor()}
     expected = jax.jit(fun)(*args)
     flops = []
-    for more in ({}, {"passes": (poet_jax.passes.coarsen, poet_jax.passes.order)}):
+    for more in ({}, {"passes": (poet_jax.passes.group, poet_jax.passes.reorder)}):
         scheduled = poet_jax.schedule(fun, budget, **options, **more)
         graph = scheduled.plan(*args).graph
         flops.append(sum(map(node_flops, graph.nodes)))
@@ -283,7 +281,7 @@ def test_sizes_show_what_it_saves():
 
     before = poet_jax.trace(fun, jnp.ones((256, 256)), jnp.ones((1024, 256)))
     text = poet_jax.viz.table.sizes(
-        before=before, after=poet_jax.passes.narrow(before)
+        before=before, after=poet_jax.passes.push_slices(before)
     ).splitlines()
     assert text[0].split() == ["nodes", "written", "saved", "FLOPs"]
     assert [line.split()[0] for line in text[1:]] == ["before", "after"]
@@ -304,7 +302,7 @@ def test_a_part_is_saved_only_if_the_whole_is_not(is_smooth):
         return first, second[:16]
 
     _, after = both(fun, [normal((32, 64)) / 16, normal((64, 32))], normal((512, 32)))
-    graph = poet_jax.passes.order(poet_jax.passes.coarsen(after))
+    graph = poet_jax.passes.reorder(poet_jax.passes.group(after))
     parts = [
         n for n in graph.nodes for v in n.writes if graph.values[v].shape == (512, 16)
     ]

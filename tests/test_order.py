@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from strategies import graphs, peak_bytes
 
 import poet_jax
-from poet_jax.passes.reorder import late
+from poet_jax.passes.reordering import late
 from poet_jax.planners.planner import keep_everything
 
 
@@ -39,7 +39,7 @@ def test_an_update_comes_right_after_its_gradient():
     graph = graph_of(
         [2, 8, 2, 8, 1, 1], [(0, 1), (0, 2), (2, 3), (1, 4), (3, 5)], [4, 5]
     )
-    found = names(poet_jax.passes.order(graph))
+    found = names(poet_jax.passes.reorder(graph))
     assert found.index("n4") == found.index("n1") + 1
     assert found.index("n4") < found.index("n3")
 
@@ -51,14 +51,14 @@ def test_a_producer_of_much_waits_for_its_reader():
     n1 -> n2 ----/
     """
     graph = graph_of([9, 5, 1, 1], [(1, 2), (0, 3), (2, 3)], [3])
-    assert names(poet_jax.passes.order(graph)) == ["n1", "n2", "n0", "n3"]
+    assert names(poet_jax.passes.reorder(graph)) == ["n1", "n2", "n0", "n3"]
 
 
 @settings(max_examples=300)
 @given(case=graphs(min_nodes=1, max_nodes=12))
 def test_the_peak_is_no_higher_and_the_nodes_are_the_same(case):
     graph, costs = case
-    ordered = poet_jax.passes.order(graph)
+    ordered = poet_jax.passes.reorder(graph)
     assert sorted(names(ordered)) == sorted(names(graph))
     assert dataclasses.replace(ordered, nodes=()).values == graph.values
     empty = np.zeros(len(graph.nodes), int)
@@ -70,7 +70,7 @@ def test_the_peak_is_no_higher_and_the_nodes_are_the_same(case):
 @given(case=graphs(min_nodes=1, max_nodes=12))
 def test_effects_keep_their_order(case):
     graph, _ = case
-    ordered = poet_jax.passes.order(graph)
+    ordered = poet_jax.passes.reorder(graph)
 
     def once(graph):
         return [node.name for node in graph.nodes if not node.repeatable]
@@ -83,8 +83,8 @@ def test_effects_keep_their_order(case):
 def test_ordering_again_raises_nothing(case):
     graph, costs = case
     costs = dataclasses.replace(costs, workspace_bytes=np.zeros(len(graph.nodes), int))
-    once = poet_jax.passes.order(graph)
-    assert peak_bytes(poet_jax.passes.order(once), costs) <= peak_bytes(once, costs)
+    once = poet_jax.passes.reorder(graph)
+    assert peak_bytes(poet_jax.passes.reorder(once), costs) <= peak_bytes(once, costs)
 
 
 @settings(max_examples=200)
@@ -120,7 +120,7 @@ def descent(width: int, batch: int, layers: int = 6):
     weights = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * layers
     x = jax.ShapeDtypeStruct((batch, width), jnp.float32)
     jitted = jax.jit(step, donate_argnums=0)
-    return poet_jax.passes.coarsen(poet_jax.trace(jitted, weights, x))
+    return poet_jax.passes.group(poet_jax.trace(jitted, weights, x))
 
 
 def updates(graph) -> list[int]:
@@ -131,7 +131,7 @@ def updates(graph) -> list[int]:
 @pytest.mark.parametrize("batch", [8, 2048], ids=["large weights", "small weights"])
 def test_an_update_comes_with_its_gradient_and_in_late_at_the_end(batch):
     """Gradients of 4 MiB, made of two values of 32 KiB, or of 8 MiB."""
-    graph = poet_jax.passes.order(descent(1024, batch))
+    graph = poet_jax.passes.reorder(descent(1024, batch))
     places, count = updates(graph), len(graph.nodes)
     gradients = [max(graph.producer[v] for v in graph.nodes[n].reads
                      if v in graph.producer) for n in places]  # fmt: skip
@@ -151,7 +151,7 @@ def test_an_update_comes_with_its_gradient_and_in_late_at_the_end(batch):
 def test_a_training_step_needs_less():
     weights = [jnp.ones((64, 64))] * 6
     graph = descent(64, 8)
-    ordered = poet_jax.passes.order(graph)
+    ordered = poet_jax.passes.reorder(graph)
     none = np.zeros(len(graph.nodes), int)
     zeros = np.zeros(len(graph.values))
     nbytes = np.array([v.nbytes for v in graph.values])

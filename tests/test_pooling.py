@@ -134,7 +134,7 @@ def test_the_gradient_of_upsampling_needs_no_copy_of_the_image():
     image = jax.random.normal(jax.random.key(0), (4, 32, 32, 8))
     workspaces = []
     for is_changed in (True, False):
-        graph = poet_jax.passes.coarsen(poet_jax.trace(jax.grad(fun), image))
+        graph = poet_jax.passes.group(poet_jax.trace(jax.grad(fun), image))
         graph = poet_jax.passes.cpu_kernels(graph) if is_changed else graph
         compiled = (
             jax.jit(lambda image, graph=graph: graph(image)[0]).lower(image).compile()

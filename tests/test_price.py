@@ -15,7 +15,7 @@ from poet_jax.core.costs import node_flops
 from poet_jax.core.graph import write_instance
 from poet_jax.devices.kernels import workspace_bytes
 from poet_jax.passes.cpu.scratch import node_scratch
-from poet_jax.passes.group import as_node
+from poet_jax.passes.grouping import as_node
 
 DEVICE = poet_jax.DeviceProfile(
     name="round numbers",
@@ -123,7 +123,7 @@ def conv(x, k):
 
 
 def workspaces(fun, *args):
-    graph = poet_jax.passes.coarsen(poet_jax.trace(fun, *args))
+    graph = poet_jax.passes.group(poet_jax.trace(fun, *args))
     return poet_jax.price(graph, DEVICE).workspace_bytes
 
 
@@ -135,7 +135,7 @@ def test_pricing_compiles_nothing(device):
         if "compile" in name:
             compiled.append(name)
 
-    graph = poet_jax.passes.coarsen(
+    graph = poet_jax.passes.group(
         poet_jax.trace(lambda x, k: jnp.sort(conv(x, k)).sum(), *images(2, 8, 3, 4))
     )
     graph = poet_jax.passes.cpu_kernels(graph)
@@ -279,7 +279,7 @@ def test_what_needs_data_is_not_run_on_zeros(function):
         y = function(x)
         return jnp.sin(y) @ y, y
 
-    graph = poet_jax.passes.coarsen(poet_jax.trace(fun, ones(64, 64)))
+    graph = poet_jax.passes.group(poet_jax.trace(fun, ones(64, 64)))
     measured = poet_jax.price(graph, DEVICE, measure=True)
     modelled = poet_jax.price(graph, DEVICE)
     (node,) = [n for n, node in enumerate(graph.nodes) if node.needs_data]

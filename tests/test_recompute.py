@@ -15,7 +15,7 @@ import poet_jax
 
 
 def coarse(fun, *args):
-    return poet_jax.passes.coarsen(poet_jax.trace(fun, *args))
+    return poet_jax.passes.group(poet_jax.trace(fun, *args))
 
 
 def saved_bytes(graph) -> int:
@@ -37,7 +37,7 @@ def saved_bytes(graph) -> int:
 def test_no_more_is_saved_and_results_are_the_same_but_for_rounding(case):
     step, args = case
     graph = coarse(step, *args)
-    less = poet_jax.passes.recompute(graph)
+    less = poet_jax.passes.inline_cheap(graph)
     assert saved_bytes(less) <= saved_bytes(graph)
     for left, right in zip(
         less(*jax.tree.leaves(args)), jax.tree.leaves(step(*args)), strict=True
@@ -50,7 +50,7 @@ def test_no_more_is_saved_and_results_are_the_same_but_for_rounding(case):
 def test_an_instance_which_nobody_runs_is_left_as_it_is(case):
     nodes = tuple(dataclasses.replace(n, equations=()) for n in case[0].nodes)
     graph = dataclasses.replace(case[0], nodes=nodes)
-    assert poet_jax.passes.recompute(graph) is graph
+    assert poet_jax.passes.inline_cheap(graph) is graph
 
 
 class Feedforward(nn.Module):
@@ -80,7 +80,7 @@ def test_of_a_gelu_its_argument_is_saved_and_nothing_else():
 
     args = params, optimizer.init(params), x
     graph = coarse(step, *args)
-    less = poet_jax.passes.recompute(graph)
+    less = poet_jax.passes.inline_cheap(graph)
     row = 512 * 4
     loss_bytes = 64 * row  # the derivative of the square reads the result
     most = 2 * 256 * row + 64 * row + loss_bytes + 8 * row
@@ -100,7 +100,7 @@ def test_of_a_softmax_its_result_and_the_sums_are_saved(scale):
     keys = jax.random.split(jax.random.key(0), 2)
     args = jax.random.normal(keys[0], (256, 512)), jax.random.normal(keys[1], (512, 8))
     graph = coarse(jax.grad(loss, (0, 1)), *args)
-    less = poet_jax.passes.recompute(graph)
+    less = poet_jax.passes.inline_cheap(graph)
     assert saved_bytes(graph) >= 2 * 256 * 512 * 4
     assert saved_bytes(less) <= 256 * (512 + 2) * 4
     expected = jax.jit(jax.grad(loss, (0, 1)))(*args)
@@ -120,7 +120,7 @@ def test_what_is_divided_by_the_sum_of_others_is_saved():
 
     args = x, jnp.where(low, jnp.ones((64, 8)), 0.0)
     graph = coarse(jax.grad(loss, (0, 1)), *args)
-    slope, _ = poet_jax.passes.recompute(graph)(*args)
+    slope, _ = poet_jax.passes.inline_cheap(graph)(*args)
     expected, _ = jax.jit(jax.grad(loss, (0, 1)))(*args)
     assert (jnp.isfinite(expected) & (expected != 0))[:32, 32:].all()
     np.testing.assert_allclose(slope, expected, rtol=1e-5)
@@ -133,6 +133,6 @@ def test_a_node_that_only_has_an_effect_stays():
 
     x = jnp.ones((64, 64)) / 64
     graph = coarse(jax.grad(loss), x)
-    less = poet_jax.passes.recompute(graph)
+    less = poet_jax.passes.inline_cheap(graph)
     assert saved_bytes(less) < saved_bytes(graph)
     assert sum(not node.repeatable for node in less.nodes) == 1

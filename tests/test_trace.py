@@ -214,11 +214,11 @@ def assert_same(outputs, expected):
 
 @pytest.mark.parametrize("name", CASES)
 def test_it_gives_what_jit_gives(name):
-    """Equation by equation, and coarsened and ordered, each node as a stage."""
+    """Equation by equation, and grouped and reordered, each node as a stage."""
     fun, args = CASES[name]
     expected = jax.jit(fun)(*args)
     fine = poet_jax.trace(fun, *args)
-    coarse = poet_jax.passes.order(poet_jax.passes.coarsen(fine))
+    coarse = poet_jax.passes.reorder(poet_jax.passes.group(fine))
     for graph, planner in (
         (fine, poet_jax.greedy),
         (coarse, poet_jax.planners.paging_only),
@@ -348,7 +348,7 @@ def test_effects_happen_once_and_in_order():
     once = list(seen)
     assert [name for name, _ in once] == ["first", "second"]
     fine = poet_jax.trace(fun, w, w)
-    coarse = poet_jax.passes.order(poet_jax.passes.coarsen(fine))
+    coarse = poet_jax.passes.reorder(poet_jax.passes.group(fine))
     for graph, planner in (
         (fine, poet_jax.greedy),
         (coarse, poet_jax.planners.paging_only),

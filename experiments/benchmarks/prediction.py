@@ -75,7 +75,7 @@ def graphs(step: Callable, state, batch) -> dict[str, Graph]:
         lambda g, change: change(g), poet_jax.passes.PASSES, traced
     )
     return {
-        "written": poet_jax.passes.order(poet_jax.passes.coarsen(traced)),
+        "written": poet_jax.passes.reorder(poet_jax.passes.group(traced)),
         "lowered": lowered,
     }
 

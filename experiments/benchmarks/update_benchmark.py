@@ -86,7 +86,7 @@ def describe(name: str, module, batch) -> dict[str, Any]:
     kept = Contestant(module, SCHEMES[name], "100%", batch)
     state = kept.state
     traced = poet_jax.trace(jax.jit(kept.step.update, donate_argnums=0), state, batch)
-    narrowed = poet_jax.passes.associate(poet_jax.passes.narrow(traced))
+    narrowed = poet_jax.passes.reassociate(poet_jax.passes.push_slices(traced))
     print(name, poet_jax.viz.table.sizes(traced=traced, narrowed=narrowed), sep="\n")
     trainable = jax.tree.leaves(state.part.split(state.params))
     schedule = kept.step.plan(state, batch)

@@ -151,7 +151,7 @@ def _smallest(model: str, dataset: str, batch_size: int, counted: str) -> dict:
     if counted == "state on storage":
         state = range(len(graph.arguments) - batch)
         large = [n for n in state if graph.values[graph.arguments[n]].nbytes >= 2**12]
-        graph = poet_jax.passes.stream(at_home(graph, large))
+        graph = poet_jax.passes.stream_state(at_home(graph, large))
     costs = poet_jax.price(graph, poet_jax.devices.RASPBERRY_PI_4)
     if counted == "activations":
         costs = points.activations_only(graph, costs, graph.arguments[-batch:])

@@ -146,12 +146,12 @@ def applied(graph: Graph) -> str:
         return ""
     count = format_count(len(gradients), "gradient")
     if not waiting:
-        return f"order: each of {count} can be applied as soon as it exists."
+        return f"reorder: each of {count} can be applied as soon as it exists."
     read, name = max(needs, key=lambda need: len(need[0] & waiting))
     nbytes = sum(graph.values[v].nbytes for v in waiting)
     return (
-        f"order: {len(waiting)} of {count}, {format_bytes(nbytes)}, cannot be applied "
-        f"as soon as they exist: their updates wait for {name}, which needs "
+        f"reorder: {len(waiting)} of {count}, {format_bytes(nbytes)}, cannot be "
+        f"applied as soon as they exist: their updates wait for {name}, which needs "
         f"{len(read & waiting)} of them. Clipping by global norm is such a thing; "
         "optax.clip and optax.clip_by_block_rms take each by itself."
     )

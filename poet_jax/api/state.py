@@ -11,8 +11,8 @@ from poet_jax.core.program import lower_actions
 from poet_jax.core.trace import trace
 from poet_jax.emit import emit
 from poet_jax.emit.executor import PagedStep
-from poet_jax.passes.group import coarsen
-from poet_jax.passes.reorder import order
+from poet_jax.passes.grouping import group
+from poet_jax.passes.reordering import reorder
 from poet_jax.stores.paged import SMALL_BYTES, PagedArray, land
 from poet_jax.stores.store import Store
 
@@ -27,7 +27,7 @@ def init_paged(
     of fewer than `min_bytes` are ordinary arrays. Raises CannotTrace, and
     PageStoreError if the store is full.
     """
-    graph = land(order(coarsen(trace(init_fn, *args))), min_bytes)
+    graph = land(reorder(group(trace(init_fn, *args))), min_bytes)
     program = lower_actions(graph, Stages.empty(graph).actions(graph))
     step = PagedStep(emit(program), store)
     return step(*args)

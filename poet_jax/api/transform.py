@@ -346,13 +346,14 @@ def schedule(
       plan_cache: a folder for plans, so that a later start of the
         same job plans nothing; see `cache.PlanCache`.
       passes: what is done to the graph of single equations, in turn. By default
-        `narrow` (a slice of a product becomes the product of a slice), `associate`
-        (products with thin matrices in the cheap order), `fold` (frozen scales go into
-        frozen kernels), `coarsen` (what XLA would fuse becomes one node), `recompute`
-        (what the backward pass reads of a light node is computed there again),
-        `stream` (large updates of state on storage go block by block), `order` (nodes
-        free early), and `cpu_kernels` (operations in forms that XLA's CPU backend
-        computes fast and in little memory). `passes=()` leaves the graph as it was
+        `push_slices` (a slice of a product becomes the product of a slice),
+        `reassociate` (products with thin matrices in the cheap order), `fold_scales`
+        (frozen scales go into frozen kernels), `group` (what XLA would fuse becomes one
+        node), `inline_cheap` (what the backward pass reads of a light node is computed
+        there again), `stream_state` (large updates of state on storage go block by
+        block), `reorder` (nodes free early), and `cpu_kernels` (operations in forms
+        that XLA's CPU backend computes fast and in little memory). `passes=()` leaves
+        the graph as it was
         traced, one equation per node; `Scheduled.effects` shows what each does.
       static_argnums, static_argnames, donate_argnums: as for `jax.jit`.
 

@@ -14,7 +14,7 @@ from poet_jax.core.trace import trace
 from poet_jax.devices.kernels import Kernel, Work, kernels
 from poet_jax.devices.price import kernel_seconds
 from poet_jax.devices.timing import time_nodes
-from poet_jax.passes.group import as_node
+from poet_jax.passes.grouping import as_node
 
 
 class Probe(NamedTuple):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from poet_jax.core.graph import Equation, Literal, Node
 from poet_jax.passes.cpu.scratch import lowered, nbytes_of, scratch_bytes
-from poet_jax.passes.group import HEAVY
+from poet_jax.passes.grouping import HEAVY
 
 
 class Work(NamedTuple):

@@ -4,35 +4,35 @@ from collections.abc import Callable
 
 from poet_jax.core.graph import Graph
 from poet_jax.passes.cpu.rules import cpu_kernels
-from poet_jax.passes.group import coarsen
-from poet_jax.passes.inline_cheap import recompute
-from poet_jax.passes.reorder import order
-from poet_jax.passes.sparse.fold_scales import fold
-from poet_jax.passes.sparse.push_slices import narrow
-from poet_jax.passes.sparse.reassociate import associate
-from poet_jax.passes.stream_state import stream
+from poet_jax.passes.grouping import group
+from poet_jax.passes.inlining import inline_cheap
+from poet_jax.passes.reordering import reorder
+from poet_jax.passes.sparse.products import reassociate
+from poet_jax.passes.sparse.scales import fold_scales
+from poet_jax.passes.sparse.slices import push_slices
+from poet_jax.passes.streaming import stream_state
 
 Pass = Callable[[Graph], Graph]
 PASSES: tuple[Pass, ...] = (
-    narrow,
-    associate,
-    fold,
-    coarsen,
-    recompute,
-    stream,
-    order,
+    push_slices,
+    reassociate,
+    fold_scales,
+    group,
+    inline_cheap,
+    stream_state,
+    reorder,
     cpu_kernels,
 )
 
 __all__ = [
     "PASSES",
     "Pass",
-    "associate",
-    "coarsen",
+    "reassociate",
+    "group",
     "cpu_kernels",
-    "fold",
-    "narrow",
-    "order",
-    "recompute",
-    "stream",
+    "fold_scales",
+    "push_slices",
+    "reorder",
+    "inline_cheap",
+    "stream_state",
 ]

@@ -26,7 +26,7 @@ class Rewriter:
             raise ValueError(
                 "A pass over single equations was given a graph whose nodes hold "
                 "several. It sees them one by one, before they are grouped. Put it "
-                "before coarsen in passes=."
+                "before group in passes=."
             )
         self.graph = graph
         self.values = list(graph.values)

@@ -83,7 +83,7 @@ def sizes(**graphs: Graph) -> str:
     """Nodes, bytes and FLOPs of each graph, as a table: what passes make of a graph.
 
     *written* is of all that nodes write. *saved* is of what the forward pass writes and
-    the backward pass reads; nodes that coarsening makes of both count as their last
+    the backward pass reads; groups of both count as their last
     equation does, so that graphs of `trace` say it best.
     """
     rows = [("", "nodes", "written", "saved", "FLOPs")]

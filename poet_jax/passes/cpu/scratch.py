@@ -12,7 +12,7 @@ from typing import Any
 
 from poet_jax.core.graph import Equation, Node
 from poet_jax.core.trace import trace
-from poet_jax.passes.group import as_node
+from poet_jax.passes.grouping import as_node
 
 
 def nbytes_of(array: Any) -> int:

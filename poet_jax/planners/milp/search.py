@@ -21,7 +21,7 @@ from poet_jax.core.errors import BudgetTooSmall
 from poet_jax.core.graph import Graph
 from poet_jax.core.plan import Budget, Plan, Status
 from poet_jax.core.units import format_count, format_joules, format_seconds
-from poet_jax.passes.reorder import late
+from poet_jax.passes.reordering import late
 from poet_jax.planners.evict import evict
 from poet_jax.planners.milp.bounds import Bounds
 from poet_jax.planners.milp.exact import Exact

@@ -17,11 +17,11 @@ from typing import Any
 import jax
 
 from poet_jax.core.graph import Equation, Graph, Literal, Node, Value, renumber
-from poet_jax.passes.group import HEAVY, TINY_BYTES
+from poet_jax.passes.grouping import HEAVY, TINY_BYTES
 
 
-def recompute(graph: Graph) -> Graph:
-    """`graph`, of `coarsen`, whose backward nodes read less of light forward ones.
+def inline_cheap(graph: Graph) -> Graph:
+    """`graph`, of `group`, whose backward nodes read less of light forward ones.
 
     Light are nodes that XLA computes in loops over their operands. Those of a light
     forward node's large results that no backward node reads but light ones are computed

@@ -16,7 +16,7 @@ from jax import lax
 
 from poet_jax.core.graph import Equation, Graph, Literal, Node, Place
 from poet_jax.core.trace import trace
-from poet_jax.passes.group import relocate
+from poet_jax.passes.grouping import relocate
 from poet_jax.stores.paged import row_blocks
 
 # Equations whose parameters hold no shape, and whose results at an index depend on
@@ -43,7 +43,7 @@ _SCATTER_MODES = (
 )
 
 
-def stream(graph: Graph) -> Graph:
+def stream_state(graph: Graph) -> Graph:
     """`graph` with large arrays on storage read and written in blocks of their rows.
 
     - An elementwise update becomes a node for each row block if what it writes besides

@@ -1,4 +1,4 @@
-"""Frozen scales folded into frozen kernels: `Graph -> Graph`, before coarsening.
+"""Frozen scales folded into frozen kernels: `Graph -> Graph`, before `group`.
 
 A BatchNorm with frozen statistics and scale multiplies each channel by a number. On the
 gradient's way back through a frozen convolution that is `conv(dy * scale, w)`, and
@@ -19,7 +19,7 @@ from poet_jax.core.graph import Graph, Literal, Node
 from poet_jax.passes.rewriter import Rewriter
 
 
-def fold(graph: Graph) -> Graph:
+def fold_scales(graph: Graph) -> Graph:
     """`graph`, of `trace`, with frozen scales in kernels instead of in what they meet.
 
     An array that is scaled by a frozen number for each channel, and then read by

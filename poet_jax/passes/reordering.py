@@ -12,7 +12,7 @@ from poet_jax.core.in_place import replaceable, replaced
 ROUGHLY = 1.1
 
 
-def order(graph: Graph) -> Graph:
+def reorder(graph: Graph) -> Graph:
     """The same nodes in an order whose keep-all peak is no higher, usually lower.
 
     Three passes. A node that starts more bytes than it ends sinks to just before its

@@ -54,7 +54,7 @@ class _Group:
     members: list[int]
 
 
-def coarsen(graph: Graph) -> Graph:
+def group(graph: Graph) -> Graph:
     """A graph with fewer, larger nodes that computes the same, for a graph of
     `trace`."""
     return _Coarsener(graph).result()

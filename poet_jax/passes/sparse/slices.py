@@ -17,12 +17,12 @@ from jax import lax
 
 from poet_jax.core.graph import Equation, Graph, Literal, Node
 from poet_jax.passes.rewriter import Rewriter
-from poet_jax.passes.stream_state import ELEMENTWISE
+from poet_jax.passes.streaming import ELEMENTWISE
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
 
 
-def narrow(graph: Graph) -> Graph:
+def push_slices(graph: Graph) -> Graph:
     """`graph`, of `trace`, with less to compute and to save where only parts are read.
 
     - A slice, or a gather of indices along one axis, of a matrix product or of a

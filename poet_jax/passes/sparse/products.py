@@ -1,4 +1,4 @@
-"""Products with thin matrices in the cheap order: `Graph -> Graph`, before coarsening.
+"""Products with thin matrices in the cheap order: `Graph -> Graph`, before `group`.
 
 An adapter makes a kernel of `w + a @ b`, for thin `a` and `b`. The sum is as large as
 the kernel, and so is its gradient, but `x w + (x a) b` needs neither.
@@ -16,7 +16,7 @@ from poet_jax.core.graph import Equation, Graph, Literal, Node
 from poet_jax.passes.rewriter import Rewriter
 
 
-def associate(graph: Graph) -> Graph:
+def reassociate(graph: Graph) -> Graph:
     """`graph`, of `trace`, without matrices that thin ones stand for.
 
     - A matrix `w + a @ b`, with `a` and `b` of at most half its numbers, is not formed
