@@ -12,7 +12,8 @@ from toy import W, X, gradient, loss, schedule
 
 import poet_jax
 from poet_jax.core.plan import Compute, PageIn, PageOut
-from poet_jax.emit import Stage, cut, emit
+from poet_jax.core.program import Run, walk
+from poet_jax.emit import cut, emit
 from poet_jax.planners.planner import keep_everything
 
 
@@ -51,7 +52,7 @@ def test_an_emitted_program_computes_what_its_graph_does(case, share, stage):
     most = poet_jax.simulate(program, costs).peak_bytes
     leaves = jax.tree.leaves(args)
     expected = jax.jit(lambda *x: graph(*x))(*leaves)
-    emitted = emit(program, steps=cut(program, costs, stage * most))
+    emitted = emit(cut(program, costs, stage * most))
     for found, wanted in zip(call(emitted, leaves), expected, strict=True):
         np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=1e-5)
 
@@ -64,23 +65,21 @@ def test_stages_hold_every_instruction_once_and_reads_come_before(case, share):
     if isinstance(plan, poet_jax.BudgetTooSmall):
         plan = poet_jax.greedy(graph, costs, poet_jax.Budget(plan.smallest_bytes))
     program = poet_jax.lower(graph, plan)
-    steps = cut(program, costs, share * budget)
-    computed = [n for x in steps if isinstance(x, Stage) for n in x.nodes]
-    actions = [x for x in program.instructions if isinstance(x, Compute)]
-    assert sorted(computed) == sorted(x.node for x in actions)
-    moved = [x for x in steps if isinstance(x, PageIn | PageOut)]
-    assert moved == [x for x in program.instructions if isinstance(x, PageIn | PageOut)]
-    known = set(program.graph.initial)
-    for x in steps:
-        match x:
-            case Stage():
-                assert len(set(x.nodes)) == len(x.nodes)
-                assert known.issuperset(x.reads)
-                known.update(x.writes)
-            case PageOut(value):
-                assert value in known
-            case PageIn(value):
-                known.add(value)
+    staged = cut(program, costs, share * budget)
+    assert staged.runs == program.runs
+    for kind in (PageIn, PageOut):
+        moved = [
+            [x for x in y.instructions if isinstance(x, kind)]
+            for y in (staged, program)
+        ]
+        assert moved[0] == moved[1]
+    assert all(
+        len(set(x.nodes)) == len(x.nodes)
+        for x in staged.instructions
+        if isinstance(x, Run)
+    )
+    before, after = (list(walk(x))[-1] for x in (program, staged))
+    assert before.present == after.present  # nothing was read that was not there
 
 
 @settings(max_examples=60)
@@ -90,7 +89,8 @@ def test_without_memory_each_node_is_a_stage_and_with_all_of_it_few_are(case):
     program = keep_everything(graph, costs).program
 
     def stages(memory_bytes):
-        return [x for x in cut(program, costs, memory_bytes) if isinstance(x, Stage)]
+        staged = cut(program, costs, memory_bytes)
+        return [x for x in staged.instructions if isinstance(x, Run)]
 
     assert all(len(x.nodes) == 1 for x in stages(0))
     assert len(stages(float("inf"))) <= len(stages(0))
@@ -106,7 +106,7 @@ def test_what_is_computed_again_is_not_merged():
         graph, costs, program = planned(
             step, (W, x), share, poet_jax.MilpPlanner(paging=False)
         )
-        emitted = emit(program, steps=cut(program, costs, 0))
+        emitted = emit(program)
         compiled = jax.jit(emitted).lower(W, x).compile()
         temps[share] = compiled.memory_analysis().temp_size_in_bytes
         peak = poet_jax.simulate(program, costs).peak_bytes
@@ -116,7 +116,7 @@ def test_what_is_computed_again_is_not_merged():
 
 def test_an_emitted_program_can_be_exported_and_sharded():
     _, costs, program = planned(gradient, (W, X), 0.7, poet_jax.planners.sqrt)
-    emitted = emit(program, steps=cut(program, costs, 2**14))
+    emitted = emit(cut(program, costs, 2**14))
     wanted = jax.jit(gradient)(W, X)
     exported = jax.export.export(jax.jit(emitted))(W, X)
     (found,) = exported.call(W, X)
@@ -132,7 +132,7 @@ def test_an_emitted_program_can_be_exported_and_sharded():
 def test_stages_for_accelerators_stand_between_barriers(backend):
     _, costs, program = planned(gradient, (W, X), 0.5)
     text = str(jax.make_jaxpr(emit(program, backend))(W, X))
-    stages = [x for x in cut(program) if isinstance(x, Stage)]
+    stages = [x for x in program.instructions if isinstance(x, Run)]
     moves = [x for x in program.instructions if isinstance(x, PageIn | PageOut)]
     assert text.count("optimization_barrier") == len(stages) - 1 + len(moves)
     assert "cond" not in text and "ffi_call" not in text
@@ -149,7 +149,7 @@ def test_what_has_effects_runs_once_and_in_order():
         return x.sum()
 
     _, costs, program = planned(jax.value_and_grad(step), (jnp.eye(32),), 1.0)
-    emitted = emit(program, steps=cut(program, costs, 0))
+    emitted = emit(program)
     jax.block_until_ready(jax.jit(emitted)(jnp.eye(32)))
     jax.effects_barrier()
     assert seen == [0, 1, 2, 3]

@@ -54,7 +54,7 @@ def is_transfer(instruction):
 
 
 def is_compute(instruction):
-    return isinstance(instruction, poet_jax.core.Compute)
+    return isinstance(instruction, poet_jax.core.Run)
 
 
 # Timelines
@@ -70,7 +70,7 @@ def test_the_joules_of_instructions_and_of_idling_are_the_steps(problem):
             schedule.program.instructions, usage.instruction_joules, strict=True
         ):
             match x:
-                case poet_jax.core.Compute(node):
+                case poet_jax.core.Run((node,)):
                     assert joules == costs.joules[node]
                 case poet_jax.core.PageIn(value):
                     assert joules == costs.page_in_joules[value]
@@ -159,19 +159,21 @@ def test_the_matrices_are_the_program(problem):
         assert (np.diag(found.R) == 1).all() and not np.triu(found.R, 1).any()
         assert found.R.sum() == count + program.recomputed
         nbytes, stage, begins = schedule.costs.nbytes, 0, True
-        for row, (x, live_bytes) in enumerate(
-            zip(program.instructions, schedule.usage.live_bytes, strict=True)
+        for x, live_bytes in zip(
+            program.instructions, schedule.usage.live_bytes, strict=True
         ):
-            if begins and isinstance(x, poet_jax.core.Compute | poet_jax.core.PageIn):
-                present, more, new = found.S_ram[stage], 0, [vars(x).get("value")]
-                if isinstance(x, poet_jax.core.Compute):
-                    more = schedule.costs.workspace_bytes[x.node]
-                    new = graph.nodes[x.node].writes
+            if begins and isinstance(x, poet_jax.core.Run | poet_jax.core.PageIn):
+                present = found.S_ram[stage]
+                if isinstance(x, poet_jax.core.Run):
+                    (node,), new, over = x.nodes, x.writes, x.over
+                    more = schedule.costs.workspace_bytes[node]
+                else:
+                    new, over, more = [x.value], (), 0
                 more += sum(nbytes[v] for v in new if not present[v])
-                more -= sum(nbytes[v] for v, _ in program.replaces.get(row, ()))
+                more -= sum(nbytes[v] for v, _ in over)
                 assert live_bytes == present @ nbytes + more
                 begins = False
-            if x == poet_jax.core.Compute(stage):
+            if is_compute(x) and x.nodes == (stage,):
                 stage, begins = stage + 1, True
         if begins:
             present = np.flatnonzero(found.S_ram[-1])
@@ -202,7 +204,7 @@ def test_a_reason_has_the_costs_of_what_was_decided(problem):
             if is_transfer(x):
                 joules[x.value] += cost
             elif is_compute(x):
-                runs[x.node] += 1
+                runs[x.nodes[0]] += 1
         for value, number in graph.producer.items():
             joules[value] += (runs[number] - 1) * costs.joules[number]
         found = schedule.reasons()

@@ -12,7 +12,7 @@ from strategies import DEVICE, HEURISTICS, brute_force, graphs, programs
 import poet_jax
 from poet_jax.core.in_place import replaceable
 from poet_jax.core.plan import Compute, Free, PageIn, PageOut
-from poet_jax.core.program import lower_actions
+from poet_jax.core.program import Run, lower_actions
 from poet_jax.planners.planner import floor_bytes, keep_everything
 
 
@@ -118,8 +118,10 @@ def test_what_is_on_its_way_to_storage_is_there_before_it_is_written_over():
     (argument,), (result,) = graph.arguments, graph.outputs
     actions = [PageOut(argument), Compute(0), PageIn(argument), Compute(0)]
     program = lower_actions(graph, actions)
-    assert program.replaces == {1: ((argument, result),)}
-    assert program.done_frees and not program.waiting_frees
+    assert program.instructions[1] == Run(
+        (0,), (argument,), (result,), ((argument, result),)
+    )
+    assert Free(argument) not in program.instructions[:2]
     costs = poet_jax.price(graph, DEVICE)
     usage = poet_jax.simulate(program, costs)
     assert usage.start_seconds[1] == costs.page_out_seconds[argument]
@@ -145,7 +147,8 @@ def test_what_is_read_again_later_is_not_written_over():
         Free(argument)
         in program.instructions[: program.instructions.index(PageIn(argument))]
     )
-    assert all(old != argument for x in program.replaces.values() for old, _ in x)
+    runs = [x for x in program.instructions if isinstance(x, Run)]
+    assert all(old != argument for x in runs for old, _ in x.over)
 
 
 @pytest.mark.parametrize("give", [np.asarray, jnp.asarray, jax.device_put])

@@ -11,7 +11,7 @@ from strategies import budgeted_graphs
 import poet_jax
 from poet_jax.core.plan import Compute, PageIn, PageOut
 from poet_jax.core.postpone import postpone
-from poet_jax.core.program import moving
+from poet_jax.core.program import moving, walk
 from poet_jax.planners.evict import evict
 
 
@@ -60,11 +60,10 @@ def test_a_copy_to_storage_is_waited_for_only_where_there_is_no_room(memory, sec
 def test_a_plan_can_say_where_to_free():
     program, costs = paged_out_early()
     late = postpone(program, costs, 24)
-    actions = [
-        x
-        for row, x in enumerate(late.instructions)
-        if row in late.waiting_frees or not isinstance(x, poet_jax.core.Free)
-    ]
+    actions = []
+    for moment in walk(late):
+        x = moment.instruction
+        actions += [x] if moment.waits else moving([x])
     plan = poet_jax.Plan(tuple(actions), poet_jax.Status.HEURISTIC, 0, 0, "")
     assert poet_jax.lower(program.graph, plan).instructions == late.instructions
     twice = poet_jax.Plan(

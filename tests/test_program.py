@@ -6,7 +6,7 @@ from strategies import HEURISTICS, attempt, budgeted_graphs, solvers
 
 import poet_jax
 from poet_jax.core.plan import Compute, Free, PageIn, PageOut
-from poet_jax.core.program import moving
+from poet_jax.core.program import Run, moving, walk
 
 
 def diamond(**options):
@@ -32,28 +32,25 @@ def plan(*actions):
     return poet_jax.Plan(actions, poet_jax.Status.HEURISTIC, 0.0, 0.0, "by hand")
 
 
-def in_steps(instructions):
+def in_steps(program):
     """[(action, values freed right after it)]"""
     steps = []
-    for x in instructions:
+    for x in program.instructions:
         if isinstance(x, Free):
             steps[-1][1].add(x.value)
         else:
-            steps.append((x, set()))
+            steps += [(action, set()) for action in moving([x])]
     return steps
 
 
 def test_frees_come_right_after_the_last_read():
     program = poet_jax.lower(diamond(), plan(*map(Compute, range(4))))
-    assert program.instructions == (
-        Compute(0),
-        Compute(1),
-        Compute(2),
-        Free(0),
-        Compute(3),
-        Free(1),
-        Free(2),
-    )
+    assert in_steps(program) == [
+        (Compute(0), set()),
+        (Compute(1), set()),
+        (Compute(2), {0}),
+        (Compute(3), {1, 2}),
+    ]
 
 
 def test_a_value_that_comes_back_is_freed_before():
@@ -64,7 +61,7 @@ def test_a_value_that_comes_back_is_freed_before():
             Compute(0), Compute(1), Compute(3),
         ),
     )  # fmt: skip
-    assert in_steps(program.instructions) == [
+    assert in_steps(program) == [
         (Compute(0), set()),
         (PageOut(0), set()),
         (Compute(1), {0, 1}),  # a is on storage, and b is computed again
@@ -87,8 +84,8 @@ def test_arguments_that_the_caller_keeps_are_never_freed():
         outputs=(2,),
         donated=frozenset({1}),
     )
-    instructions = poet_jax.lower(graph, plan(Compute(0))).instructions
-    assert instructions == (Compute(0), Free(1))
+    program = poet_jax.lower(graph, plan(Compute(0)))
+    assert program.instructions == (Run((0,), (0, 1), (2,)), Free(1))
 
 
 @pytest.mark.parametrize(
@@ -135,14 +132,10 @@ def test_what_is_in_ram_is_read_again_or_returned(planner, case):
     assert moving(instructions) == moving(made.actions)
 
     def reads(x):
-        if isinstance(x, Compute):
-            return graph.nodes[x.node].reads
-        return (x.value,) if isinstance(x, PageOut) else ()
+        return x.reads if isinstance(x, Run) else [x.value] * isinstance(x, PageOut)
 
     def brings(x):
-        if isinstance(x, Compute):
-            return graph.nodes[x.node].writes
-        return (x.value,) if isinstance(x, PageIn) else ()
+        return x.writes if isinstance(x, Run) else [x.value] * isinstance(x, PageIn)
 
     needed = set(graph.returned) | graph.pinned
     needed_after = []
@@ -150,19 +143,22 @@ def test_what_is_in_ram_is_read_again_or_returned(planner, case):
         needed_after.append(set(needed))
         needed = (needed - set(brings(x))) | set(reads(x)) | graph.pinned
     needed_after.reverse()
+    waits = [x.waits for x in walk(program)]
     ram = set(graph.initial)
     for row, x in enumerate(instructions):
         assert ram.issuperset(reads(x))
         if isinstance(x, Free):
             assert x.value not in graph.pinned
             ram.remove(x.value)
+        elif isinstance(x, Run):
+            ram -= {old for old, _ in x.over}
         ram.update(brings(x))
         following = instructions[row + 1 : row + 2]
         if not following or not isinstance(following[0], Free):
             leaving = set()
             for later in reversed(range(row + 1, len(instructions))):
                 leaving -= set(brings(instructions[later]))
-                if later in program.waiting_frees:
+                if waits[later] and isinstance(instructions[later], Free):
                     leaving.add(instructions[later].value)
             assert ram <= needed_after[row] | leaving
     assert ram.issuperset(graph.returned)

@@ -1,7 +1,6 @@
 """The referee's arithmetic: by hand, and by other means on random programs."""
 
 import dataclasses
-import itertools
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from strategies import HEURISTICS, attempt, budgeted_graphs, solvers
 import poet_jax
 from poet_jax.core.in_place import replaceable
 from poet_jax.core.plan import Compute, Free, PageIn, PageOut
+from poet_jax.core.program import Run
 from poet_jax.core.simulate import alive_at_peak
 
 
@@ -152,15 +152,20 @@ def test_every_argument_and_output_is_alive_throughout():
     assert list(usage.live_bytes) == [12, 6]
 
 
+def run_of(number):
+    node = case()[0].nodes[number]
+    return Run((number,), node.reads, node.writes)
+
+
 @pytest.mark.parametrize(
     "instructions",
     [
-        (Compute(1),),
-        (Compute(0), PageIn(0)),
+        (run_of(1),),
+        (run_of(0), PageIn(0)),
         (PageOut(0),),
         (Free(0),),
-        (Compute(0), Free(0), Compute(1)),
-        (Compute(0), Compute(1), Compute(2), Free(2)),
+        (run_of(0), Free(0), run_of(1)),
+        (run_of(0), run_of(1), run_of(2), Free(2)),
     ],
 )
 def test_a_program_that_reads_what_is_not_there_is_refused(instructions):
@@ -190,18 +195,18 @@ def test_usage_adds_up(case):
         usage = poet_jax.simulate(program, costs)
         graph = program.graph
         ram, expected, seen = set(graph.initial), [], set()
-        for row, x in enumerate(program.instructions):
-            if isinstance(x, Compute):
-                following = program.instructions[row + 1 :]
-                frees = itertools.takewhile(lambda y: isinstance(y, Free), following)
-                olds = [old for old, _ in replaceable(graph)[x.node]]
-                if x.node not in seen:
-                    ram -= {y.value for y in frees if y.value in olds}
-                seen.add(x.node)
-                ram |= set(graph.nodes[x.node].writes)
+        for x in program.instructions:
+            workspace = 0
+            if isinstance(x, Run):
+                (number,) = x.nodes
+                workspace = costs.workspace_bytes[number]
+                assert set(x.over) <= set(replaceable(graph)[number])
+                assert number not in seen or not x.over
+                seen.add(number)
+                ram -= {old for old, _ in x.over}
+                ram |= set(graph.nodes[number].writes)
             elif isinstance(x, PageIn):
                 ram.add(x.value)
-            workspace = costs.workspace_bytes[x.node] if isinstance(x, Compute) else 0
             expected.append(sum(costs.nbytes[v] for v in ram) + workspace)
             if isinstance(x, Free):
                 ram.discard(x.value)

@@ -6,7 +6,6 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 
@@ -232,7 +231,7 @@ def make_schedule(
     costs: Costs,
     budget: BudgetLike,
     planner: Planner,
-    build: Callable[[Program, Sequence[Any]], Step | PagedStep] | None = None,
+    build: Callable[[Program], Step | PagedStep] | None = None,
     whole: Callable[[], Step] | None = None,
     scratch: Sequence[int] = (),
     store_bytes: float = math.inf,
@@ -245,11 +244,12 @@ def make_schedule(
 
     A percentage is of what keep-all needs as a compiled program: as planned, or by
     XLA's own count of `whole` if that is more. `store_bytes` is the device's room, for
-    a budget that does not say. `build` compiles a program in stages; without it nothing
-    is compiled. `whole` compiles the function as `jax.jit` does. That is what runs if
-    the budget covers it, unless it is to be `in_stages`, or what passes made of the
-    graph `is_rewritten` to be faster, and fits. `scratch` [N] is what libraries
-    allocate for each node without XLA's knowledge. `cache` keeps plans, and what only
+    a budget that does not say. `build` compiles a program whose runs are stages;
+    without it nothing is compiled. `whole` compiles the function as `jax.jit` does.
+    That is what runs if the budget covers it, unless it is to be `in_stages`, or what
+    passes made of the graph `is_rewritten` to be faster, and fits. `scratch` [N] is
+    what libraries allocate for each node without XLA's knowledge. `cache` keeps plans,
+    and what only
     compiling them told. Raises BudgetTooSmall, and PlanInvalid for a planner
     whose plan exceeds the budget.
     """

@@ -177,8 +177,8 @@ class Scheduled:
                 own_bytes = _scratch(traced)[1]
                 return Step(jitted, args, kwargs, graph, scratch_bytes=own_bytes)
 
-            def build(program: Program, steps: Sequence[Any]) -> Step | PagedStep:
-                emitted = emit(program, steps=steps, trace=self.executor.trace)
+            def build(program: Program) -> Step | PagedStep:
+                emitted = emit(program, trace=self.executor.trace)
                 if emitted.records or graph.stored:
                     return PagedStep(emitted, self.executor.store, scratch_bytes)
 

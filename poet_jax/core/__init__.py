@@ -13,7 +13,7 @@ from poet_jax.core.plan import (
     Stages,
     Status,
 )
-from poet_jax.core.program import Program, lower
+from poet_jax.core.program import Program, Run, lower, walk
 from poet_jax.core.simulate import Usage
 
 __all__ = [
@@ -28,10 +28,12 @@ __all__ = [
     "PageOut",
     "Plan",
     "Program",
+    "Run",
     "Stages",
     "Status",
     "Usage",
     "Value",
     "load_instance",
     "lower",
+    "walk",
 ]

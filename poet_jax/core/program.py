@@ -3,13 +3,33 @@
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import Any, NamedTuple
 
 from poet_jax.core.errors import PlanInvalid
 from poet_jax.core.graph import Graph
 from poet_jax.core.in_place import Pairs, replaced
 from poet_jax.core.plan import Action, Compute, Free, PageIn, PageOut, Plan
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """Run nodes as one stage: the compiler may fuse them, and run them in any order.
+
+    Attributes:
+      nodes: each once.
+      reads: values that they need from before, in order of first use.
+      writes: values that they leave in RAM.
+      over: pairs (old, new) of values: `new` takes the memory of `old`, which is gone.
+    """
+
+    nodes: tuple[int, ...]
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    over: Pairs = ()
+
+
+Instruction = Run | PageOut | PageIn | Free
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,7 +42,7 @@ class Program:
     """
 
     graph: Graph
-    instructions: tuple[Action, ...]
+    instructions: tuple[Instruction, ...]
 
     @functools.cached_property
     def last_page_in(self) -> dict[int, int]:
@@ -34,109 +54,125 @@ class Program:
         }
 
     @functools.cached_property
-    def waiting_frees(self) -> frozenset[int]:
-        """The instructions that free a value whose copy goes to storage first, but for
-        `done_frees`."""
-        saving: set[int] = set()
-        found = set()
-        for number, x in enumerate(self.instructions):
-            if isinstance(x, PageOut):
-                saving.add(x.value)
-            elif isinstance(x, Free) and x.value in saving:
-                saving.remove(x.value)
-                found.add(number)
-        return frozenset(found) - self.done_frees
-
-    @functools.cached_property
-    def replaces(self) -> dict[int, Pairs]:
-        """By instruction, pairs (old, new): `new` is written over `old`.
-
-        So a node does that runs for the first time, with what is freed right after it
-        and read by no other node's first run later, where `replaced` allows it.
-        """
-        found: dict[int, Pairs] = {}
-        last_read, firsts = self._first_runs
-        for row, x in enumerate(self.instructions):
-            if isinstance(x, Compute) and row in firsts:
-                dead = [
-                    v for v in self._freed_after(row) if last_read.get(v, -1) <= row
-                ]
-                if pairs := replaced(self.graph, x.node, dead):
-                    found[row] = pairs
-        return found
-
-    @property
-    def _first_runs(self) -> tuple[dict[int, int], set[int]]:
-        """The last row at which each value is read by a node that runs for the first
-        time, and the rows of all such runs."""
-        last_read: dict[int, int] = {}
-        firsts: set[int] = set()
-        run: set[int] = set()
-        for row, x in enumerate(self.instructions):
-            if isinstance(x, Compute) and x.node not in run:
-                firsts.add(row)
-                run.add(x.node)
-                last_read |= dict.fromkeys(self.graph.nodes[x.node].reads, row)
-        return last_read, firsts
-
-    @functools.cached_property
-    def done_frees(self) -> frozenset[int]:
-        """The instructions that free what the compute before has written over."""
-        return frozenset(
-            free
-            for row, pairs in self.replaces.items()
-            for value, free in self._freed_after(row).items()
-            if value in dict(pairs)
-        )
-
-    def _freed_after(self, row: int) -> dict[int, int]:
-        """What is freed right after an instruction, with the one that does."""
-        freed: dict[int, int] = {}
-        for free in range(row + 1, len(self.instructions)):
-            x = self.instructions[free]
-            if not isinstance(x, Free):
-                break
-            freed[x.value] = free
-        return freed
-
-    @functools.cached_property
     def runs(self) -> Counter[int]:
         """How often each node runs."""
-        return Counter(x.node for x in self.instructions if isinstance(x, Compute))
+        return Counter(
+            n for x in self.instructions if isinstance(x, Run) for n in x.nodes
+        )
 
     @functools.cached_property
     def recomputed(self) -> int:
-        """How many `Compute`s run a node again."""
+        """How often a node runs again."""
         return self.runs.total() - len(self.runs)
 
     def __str__(self) -> str:
+        nodes, values = self.graph.nodes, self.graph.values
         lines = []
         seen: set[int] = set()
         for number, x in enumerate(self.instructions):
             match x:
-                case Compute(node):
-                    text = f"compute   {self.graph.nodes[node].name}"
-                    text += "  (again)" * (node in seen)
-                    seen.add(node)
-                    olds = self.replaces.get(number, ())
-                    names = [self.graph.values[old].name for old, _ in olds]
-                    text += f"  (over {', '.join(names)})" if names else ""
+                case Run():
+                    names = [nodes[n].name + "  (again)" * (n in seen) for n in x.nodes]
+                    seen.update(x.nodes)
+                    text = f"run       {', '.join(names)}"
+                    olds = ", ".join(values[old].name for old, _ in x.over)
+                    text += f"  (over {olds})" if olds else ""
                 case Free(value) | PageOut(value) | PageIn(value):
                     word = {Free: "free", PageOut: "page out", PageIn: "page in"}
-                    text = f"{word[type(x)]:9s} {self.graph.values[value].name}"
+                    text = f"{word[type(x)]:9s} {values[value].name}"
             lines.append(f"{number:5d}  {text}")
         return "\n".join(lines)
 
 
-def program_to_list(program: Program) -> list[list[Any]]:
-    """The instructions, as JSON types."""
-    return [[type(x).__name__, *vars(x).values()] for x in program.instructions]
+class Moment(NamedTuple):
+    """An instruction, and what it changes in RAM.
+
+    Attributes:
+      present: values in RAM while it runs. The set changes as the walk goes on.
+      arrives: values that it brings, as it starts.
+      leaves: values that go: what a `Run` writes over, as it starts, or what a `Free`
+        drops, as it ends.
+      waits: whether what leaves has to be on storage first.
+    """
+
+    instruction: Instruction
+    present: Set[int]
+    arrives: Sequence[int] = ()
+    leaves: Sequence[int] = ()
+    waits: bool = False
 
 
-def program_from_list(graph: Graph, rows: list[list[Any]]) -> Program:
-    """The program whose instructions `program_to_list` wrote, of the same graph."""
-    kinds = {kind.__name__: kind for kind in (Compute, Free, PageIn, PageOut)}
-    return Program(graph, tuple(kinds[kind](number) for kind, number in rows))
+def walk(program: Program) -> Iterator[Moment]:
+    """What is in RAM at each instruction of a program, [I].
+
+    Raises PlanInvalid where one needs a value that is not in RAM, or not on storage,
+    where a node with effects runs again, and at the end if a node or an output is
+    missing.
+    """
+    graph = program.graph
+    nodes, values, pinned = graph.nodes, graph.values, graph.pinned
+    present, stored = set(graph.initial), set(graph.stored)
+    leaving: set[int] = set()  # on their way to storage
+    done: set[int] = set()
+    for x in program.instructions:
+        match x:
+            case Run():
+                if not present.issuperset(x.reads):
+                    _refuse_early(graph, x, present)
+                for number in x.nodes:
+                    if number in done and not nodes[number].repeatable:
+                        name = nodes[number].name
+                        raise _invalid(f"repeats {name!r}, which has effects")
+                done.update(x.nodes)
+                olds = [old for old, _ in x.over]
+                new = [v for v in x.writes if v not in present]
+                present.difference_update(olds)
+                present.update(new)
+                yield Moment(x, present, new, olds, not leaving.isdisjoint(olds))
+                leaving.difference_update(olds)
+            case PageOut(value):
+                if value not in present:
+                    raise _invalid(f"pages out {values[value].name!r}, not in RAM")
+                if value in stored:
+                    raise _invalid(f"pages out {values[value].name!r} twice")
+                if not values[value].pageable:
+                    raise _invalid(f"pages out the PRNG key {values[value].name!r}")
+                stored.add(value)
+                leaving.add(value)
+                yield Moment(x, present)
+            case PageIn(value):
+                if value not in stored:
+                    name = values[value].name
+                    raise _invalid(f"pages in {name!r}, which was not paged out")
+                new = [] if value in present else [value]
+                present.update(new)
+                yield Moment(x, present, new)
+            case Free(value):
+                if value not in present or value in pinned:
+                    name = values[value].name
+                    raise _invalid(f"frees {name!r}, which is not there to be freed")
+                yield Moment(x, present, (), (value,), value in leaving)
+                present.remove(value)
+                leaving.discard(value)
+    if len(done) != len(nodes):
+        raise _invalid("does not run every node")
+    if not stored.issuperset(graph.landing):
+        raise _invalid("leaves state in RAM that lives on storage")
+    if not present.issuperset(graph.returned):
+        raise _invalid("ends without an output in RAM")
+
+
+def _refuse_early(graph: Graph, x: Run, present: Set[int]) -> None:
+    missing = next(v for v in x.reads if v not in present)
+    node = next(graph.nodes[n] for n in x.nodes if missing in graph.nodes[n].reads)
+    raise _invalid(f"runs {node.name!r} before {graph.values[missing].name!r}")
+
+
+def _invalid(problem: str) -> PlanInvalid:
+    return PlanInvalid(
+        f"The plan {problem}. Every instruction needs its values in RAM, or on storage "
+        "for a page-in. Make the plan again with the planner that belongs to it."
+    )
 
 
 def lower(graph: Graph, plan: Plan) -> Program:
@@ -146,14 +182,12 @@ def lower(graph: Graph, plan: Plan) -> Program:
 
 
 def lower_actions(graph: Graph, actions: Sequence[Action]) -> Program:
-    """Insert every `Free`: right after the last read before a value is dropped, or
-    where the actions have it.
+    """A `Run` for each node, and every `Free`: right after the last read before a value
+    is dropped, or where the actions have it.
 
     A value is dropped where it is produced again or paged in again, and at the end of
-    the step unless it is an output. Raises PlanInvalid if an action needs a value that
-    is not in RAM, pages in what was not written out, or writes a value out twice.
+    the step unless it is an output. Raises PlanInvalid for what `walk` refuses.
     """
-    _check(graph, actions)
     free_after: list[list[int]] = [[] for _ in range(len(actions) + 1)]
     last_use = {v: 0 for v in graph.initial}  # position after which it may go
 
@@ -182,62 +216,83 @@ def lower_actions(graph: Graph, actions: Sequence[Action]) -> Program:
     for value in list(last_use):
         if value not in returned:
             drop(value)
-    instructions: list[Action] = [Free(v) for v in free_after[0]]
+    instructions: list[Instruction] = [Free(v) for v in free_after[0]]
     for position, action in enumerate(actions, start=1):
-        if not isinstance(action, Free):
+        if isinstance(action, Compute):
+            node = graph.nodes[action.node]
+            instructions.append(Run((action.node,), node.reads, node.writes))
+        elif not isinstance(action, Free):
             instructions.append(action)
         instructions.extend(map(Free, free_after[position]))
-    return Program(graph, tuple(instructions))
+    program = Program(graph, _in_place(graph, instructions))
+    for _ in walk(program):
+        pass  # it refuses what cannot run
+    return program
 
 
-def moving(instructions: Iterable[Action]) -> tuple[Action, ...]:
-    """The computes and transfers, without the frees."""
-    return tuple(x for x in instructions if isinstance(x, Compute | PageIn | PageOut))
+def _in_place(
+    graph: Graph, instructions: Sequence[Instruction]
+) -> tuple[Instruction, ...]:
+    """Let each node write over what is freed right after it, where `replaced` allows.
+
+    So a node does that runs for the first time, over what no other node's first run
+    reads later.
+    """
+    last_read: dict[int, int] = {}
+    firsts: set[int] = set()
+    seen: set[int] = set()
+    for row, x in enumerate(instructions):
+        if isinstance(x, Run) and seen.isdisjoint(x.nodes):
+            firsts.add(row)
+            seen.update(x.nodes)
+            last_read |= dict.fromkeys(x.reads, row)
+    result: list[Instruction] = []
+    freed: dict[int, Free] = {}  # right after the instruction that is looked at
+    for row in reversed(range(len(instructions))):
+        x = instructions[row]
+        if isinstance(x, Free):
+            freed[x.value] = x
+            continue
+        if isinstance(x, Run) and row in firsts and freed:
+            dead = [v for v in freed if last_read.get(v, -1) <= row]
+            if over := replaced(graph, x.nodes[0], dead):
+                x = dataclasses.replace(x, over=over)
+                for old, _ in over:
+                    del freed[old]
+        result += [*freed.values(), x]
+        freed = {}
+    result += freed.values()
+    return tuple(reversed(result))
 
 
-def _check(graph: Graph, actions: Sequence[Action]) -> None:
-    present = set(graph.initial)
-    stored = set(graph.stored)
-    done: set[int] = set()
-    for action in actions:
-        match action:
-            case Compute(number):
-                node = graph.nodes[number]
-                for value in node.reads:
-                    if value not in present:
-                        missing = graph.values[value].name
-                        raise _invalid(f"computes {node.name!r} before {missing!r}")
-                if number in done and not node.repeatable:
-                    raise _invalid(f"repeats {node.name!r}, which has effects")
-                done.add(number)
-                present.update(node.writes)
-            case PageOut(value):
-                name = graph.values[value].name
-                if value not in present:
-                    raise _invalid(f"pages out {name!r}, which is not in RAM")
-                if value in stored:
-                    raise _invalid(f"pages out {name!r} twice")
-                if not graph.values[value].pageable:
-                    raise _invalid(f"pages out the PRNG key {name!r}")
-                stored.add(value)
-            case PageIn(value):
-                if value not in stored:
-                    name = graph.values[value].name
-                    raise _invalid(f"pages in {name!r}, which was not paged out")
-                present.add(value)
-            case Free(value):
-                if value not in present or value in graph.pinned:
-                    name = graph.values[value].name
-                    raise _invalid(f"frees {name!r}, which is not there to be freed")
-                present.remove(value)
-    if len(done) != len(graph.nodes):
-        raise _invalid("does not compute every node")
-    if not stored.issuperset(graph.landing):
-        raise _invalid("leaves state in RAM that lives on storage")
+def moving(instructions: Iterable[Instruction | Action]) -> tuple[Action, ...]:
+    """The computes and transfers, as a plan has them: without the frees."""
+    actions: list[Action] = []
+    for x in instructions:
+        if isinstance(x, Run):
+            actions += map(Compute, x.nodes)
+        elif not isinstance(x, Free):
+            actions.append(x)
+    return tuple(actions)
 
 
-def _invalid(problem: str) -> PlanInvalid:
-    return PlanInvalid(
-        f"The plan {problem}. Every action needs its values in RAM, or on storage for "
-        "a page-in. Make the plan again with the planner that belongs to it."
-    )
+def program_to_list(program: Program) -> list[list[Any]]:
+    """The instructions, as JSON types."""
+    return [
+        [type(x).__name__, *(getattr(x, f.name) for f in dataclasses.fields(x))]
+        for x in program.instructions
+    ]
+
+
+def program_from_list(graph: Graph, rows: list[list[Any]]) -> Program:
+    """The program whose instructions `program_to_list` wrote, of the same graph."""
+
+    def instruction(kind: str, *fields: Any) -> Instruction:
+        if kind == "Run":
+            nodes, reads, writes, over = fields
+            pairs = tuple((old, new) for old, new in over)
+            return Run(tuple(nodes), tuple(reads), tuple(writes), pairs)
+        kinds = {kind.__name__: kind for kind in (Free, PageIn, PageOut)}
+        return kinds[kind](*fields)
+
+    return Program(graph, tuple(instruction(*row) for row in rows))

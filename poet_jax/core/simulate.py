@@ -2,14 +2,13 @@
 
 import collections
 import dataclasses
+from collections.abc import Iterable
 
 import numpy as np
 
 from poet_jax.core.costs import Costs
-from poet_jax.core.errors import PlanInvalid
-from poet_jax.core.in_place import Pairs
-from poet_jax.core.plan import Action, Compute, Free, PageIn, PageOut
-from poet_jax.core.program import Program
+from poet_jax.core.plan import Free, PageIn, PageOut
+from poet_jax.core.program import Instruction, Program, Run, walk
 from poet_jax.core.units import format_bytes, format_joules, format_seconds
 
 
@@ -60,29 +59,32 @@ class Lanes:
 
     Attributes:
       compute, storage: seconds until each is done with what ran so far.
+      compute_seconds: that the nodes would have taken alone.
       departure: seconds until a value's copy to storage is done, while it has not left.
     """
 
-    def __init__(self, program: Program, costs: Costs):
-        self.program, self.costs = program, costs
-        self.compute = self.storage = 0.0
+    def __init__(self, costs: Costs):
+        self.costs = costs
+        self.compute = self.storage = self.compute_seconds = 0.0
         self._arrival: dict[int, float] = {}
         self.departure: dict[int, float] = {}
         # Of transfers that compute has not passed yet.
         self._transfers: collections.deque[tuple[float, float]] = collections.deque()
 
-    def run(self, instruction: Action, replaces: Pairs = ()) -> tuple[float, float]:
-        """(start, stop) seconds of the next instruction, which writes over values."""
+    def run(self, instruction: Instruction) -> tuple[float, float]:
+        """(start, stop) seconds of the next instruction."""
         costs = self.costs
         start = self.compute
         match instruction:
-            case Compute(number):
-                for value in self.program.graph.nodes[number].reads:
+            case Run():
+                for value in instruction.reads:
                     start = max(start, self._arrival.pop(value, 0.0))
-                for value, _ in replaces:
+                for value, _ in instruction.over:
                     start = max(start, self.departure.pop(value, 0.0))
                 self.compute = start
-                self._work(float(costs.seconds[number]))
+                seconds = sum(float(costs.seconds[n]) for n in instruction.nodes)
+                self.compute_seconds += seconds
+                self._work(seconds)
                 return start, self.compute
             case PageOut(value):
                 start = max(start, self._arrival.get(value, 0.0))
@@ -126,89 +128,25 @@ class Lanes:
 def simulate(program: Program, costs: Costs) -> Usage:
     """Judge `program` by the rules that a step follows.
 
-    Memory: everything in RAM counts; while a node runs, so do its results and its
-    workspace, but not what `program.replaces`; a page-in counts from the moment it is
-    issued. Time: two lanes, compute
-    and storage, each in order; a transfer starts when its instruction is reached and
-    its lane is free, a compute waits for the page-ins it reads and the page-outs of
-    what it replaces, a free waits for the page-out. While a transfer lasts, compute is
-    slower by `costs.contention`. Raises PlanInvalid if a value is
-    read that is not in RAM.
+    Memory: everything in RAM counts; while nodes run, so do their results and their
+    workspace, but not what they write over; a page-in counts from the moment it is
+    issued. Time: two lanes, compute and storage, each in order; a transfer starts when
+    its instruction is reached and its lane is free, a `Run` waits for the page-ins it
+    reads and the page-outs of what it writes over, a `Free` waits for the page-out.
+    While a transfer lasts, compute is slower by `costs.contention`. Raises PlanInvalid
+    as `walk` does.
     """
-    graph = program.graph
-    nbytes = [int(n) for n in costs.nbytes]
-    resident = set(graph.initial)
-    live = sum(nbytes[v] for v in resident)
-    peak = live
-    stored = {v: nbytes[v] for v in graph.stored}
-    at_home = {*graph.stored, *graph.landing}
-    store = store_peak = graph.stored_bytes
-    paged_in = paged_out = 0
-    compute_seconds = 0.0
-    lanes = Lanes(program, costs)
-    rows = len(program.instructions)
-    live_bytes = np.zeros(rows, np.int64)
-    starts, stops, joules = np.zeros((3, rows))
-
-    def require(value: int) -> None:
-        if value not in resident:
-            raise PlanInvalid(
-                f"The program reads {graph.values[value].name!r}, which is not in RAM "
-                "at that point. A program from lower(graph, plan) never does. Lower "
-                "the plan again instead of editing its instructions."
-            )
-
-    for row, instruction in enumerate(program.instructions):
-        match instruction:
-            case Compute(number):
-                node = graph.nodes[number]
-                for value in node.reads:
-                    require(value)
-                for old, _ in program.replaces.get(row, ()):
-                    resident.remove(old)
-                    live -= nbytes[old]
-                live += sum(nbytes[v] for v in node.writes if v not in resident)
-                resident.update(node.writes)
-                live_bytes[row] = live + int(costs.workspace_bytes[number])
-                compute_seconds += float(costs.seconds[number])
-                joules[row] = float(costs.joules[number])
-            case PageOut(value):
-                require(value)
-                stored[value] = nbytes[value]
-                store += nbytes[value]
-                paged_out += nbytes[value]
-                live_bytes[row] = live
-                joules[row] = float(costs.page_out_joules[value])
-            case PageIn(value):
-                if value not in stored:
-                    raise PlanInvalid(
-                        f"The program pages in {graph.values[value].name!r}, which is "
-                        "not on storage. A value is paged out before it is paged in. "
-                        "Lower the plan again instead of editing its instructions."
-                    )
-                live += nbytes[value] if value not in resident else 0
-                resident.add(value)
-                paged_in += nbytes[value]
-                live_bytes[row] = live
-                joules[row] = float(costs.page_in_joules[value])
-            case Free(value):
-                live_bytes[row] = live
-                if row not in program.done_frees:
-                    require(value)
-                    resident.remove(value)
-                    live -= nbytes[value]
-        peak = max(peak, int(live_bytes[row]))
-        replaces = program.replaces.get(row, ())
-        starts[row], stops[row] = lanes.run(instruction, replaces)
-        store_peak = max(store_peak, store)
-        if isinstance(instruction, PageIn) and program.last_page_in[value] == row:
-            store -= 0 if value in at_home else stored.pop(value)
-    for value in graph.returned:
-        require(value)
+    live_bytes = _live_bytes(program, costs)
+    stored_bytes, paged_in, paged_out = _stored_bytes(program, costs)
+    starts, stops, joules = np.zeros((3, len(program.instructions)))
+    lanes = Lanes(costs)
+    for row, x in enumerate(program.instructions):
+        starts[row], stops[row] = lanes.run(x)
+        joules[row] = _joules(x, costs)
     seconds = max(lanes.compute, lanes.storage)
     return Usage(
-        peak_bytes=peak,
-        store_bytes=store_peak,
+        peak_bytes=int(live_bytes.max(initial=_total(costs, program.graph.initial))),
+        store_bytes=stored_bytes,
         seconds=seconds,
         joules=float(joules.sum()) + costs.static_watts * seconds,
         live_bytes=live_bytes,
@@ -217,8 +155,59 @@ def simulate(program: Program, costs: Costs) -> Usage:
         instruction_joules=joules,
         bytes_paged_in=paged_in,
         bytes_paged_out=paged_out,
-        compute_seconds=compute_seconds,
+        compute_seconds=lanes.compute_seconds,
     )
+
+
+def _total(costs: Costs, values: Iterable[int]) -> int:
+    return sum(int(costs.nbytes[v]) for v in values)
+
+
+def _live_bytes(program: Program, costs: Costs) -> np.ndarray:
+    """[I] RAM while each instruction runs."""
+    nbytes = costs.nbytes.tolist()
+    workspaces = costs.workspace_bytes.tolist()
+    live = _total(costs, program.graph.initial)
+    result = np.zeros(len(program.instructions), np.int64)
+    for row, moment in enumerate(walk(program)):
+        x = moment.instruction
+        before = live
+        live += sum(nbytes[v] for v in moment.arrives)
+        live -= sum(nbytes[v] for v in moment.leaves)
+        result[row] = before if isinstance(x, Free) else live
+        if isinstance(x, Run):
+            result[row] += max(workspaces[n] for n in x.nodes)
+    return result
+
+
+def _stored_bytes(program: Program, costs: Costs) -> tuple[int, int, int]:
+    """(most on storage, read from there, written there)."""
+    graph, nbytes = program.graph, costs.nbytes.tolist()
+    stays = graph.stored.keys() | graph.landing.keys()
+    now = most = graph.stored_bytes
+    read = written = 0
+    for row, x in enumerate(program.instructions):
+        if isinstance(x, PageOut):
+            now += nbytes[x.value]
+            written += nbytes[x.value]
+            most = max(most, now)
+        elif isinstance(x, PageIn):
+            read += nbytes[x.value]
+            if program.last_page_in[x.value] == row and x.value not in stays:
+                now -= nbytes[x.value]
+    return most, read, written
+
+
+def _joules(x: Instruction, costs: Costs) -> float:
+    match x:
+        case Run():
+            return sum(float(costs.joules[n]) for n in x.nodes)
+        case PageOut(value):
+            return float(costs.page_out_joules[value])
+        case PageIn(value):
+            return float(costs.page_in_joules[value])
+        case Free():
+            return 0.0
 
 
 def alive_at_peak(
@@ -226,18 +215,11 @@ def alive_at_peak(
 ) -> tuple[str, list[int]]:
     """The node running at the peak, and the values alive there, largest first."""
     graph = program.graph
-    resident = set(graph.initial)
-    node = "the start of the step"
-    for row, instruction in enumerate(
-        program.instructions[: usage.peak_instruction + 1]
-    ):
-        match instruction:
-            case Compute(number):
-                resident.difference_update(x for x, _ in program.replaces.get(row, ()))
-                resident.update(graph.nodes[number].writes)
-                node = graph.nodes[number].name
-            case PageIn(value):
-                resident.add(value)
-            case Free(value) if row < usage.peak_instruction:
-                resident.discard(value)
-    return node, sorted(resident, key=lambda v: (-int(costs.nbytes[v]), v))
+    node, present = "the start of the step", set(graph.initial)
+    for row, moment in enumerate(walk(program)):
+        if isinstance(moment.instruction, Run):
+            node = graph.nodes[moment.instruction.nodes[-1]].name
+        if row == usage.peak_instruction:
+            present = set(moment.present)
+            break
+    return node, sorted(present, key=lambda v: (-int(costs.nbytes[v]), v))

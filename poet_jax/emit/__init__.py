@@ -1,7 +1,7 @@
 """A program as a JAX function again, which XLA compiles to one executable."""
 
 from poet_jax.emit.program import Emitted, emit
-from poet_jax.emit.stages import Stage, cut
+from poet_jax.emit.stages import cut
 from poet_jax.emit.within import compile_within, keep_all_bytes
 
-__all__ = ["Emitted", "Stage", "compile_within", "cut", "emit", "keep_all_bytes"]
+__all__ = ["Emitted", "compile_within", "cut", "emit", "keep_all_bytes"]

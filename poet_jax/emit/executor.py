@@ -10,7 +10,7 @@ import numpy as np
 
 from poet_jax.core import progress
 from poet_jax.core.graph import Graph
-from poet_jax.core.plan import Compute, Free, PageIn, PageOut
+from poet_jax.core.plan import Free, PageIn, PageOut
 from poet_jax.core.units import format_bytes, format_count, format_seconds
 from poet_jax.devices.machine import default_store
 from poet_jax.emit import Emitted
@@ -356,33 +356,32 @@ class PagedStep:
             moved[PageIn] += graph.values[value].nbytes
             spans.append(span(PageIn(value), first, last))
         waiting = sum(last - first for first, last in copied_now.values())
-        times = _seconds(stamps)
+        instructions, times = emitted.program.instructions, _seconds(stamps)
+        begins = dict(zip(emitted.timed, times, strict=False))
         done: dict[int, float] = {}  # when a transfer ended that nothing waited for yet
-        moves, begins = iter(records), zip(emitted.timed, times, strict=False)
-        timed, begin = next(begins, (None, 0.0))
-        for step in emitted.steps if records else ():
-            if isinstance(step, PageIn | PageOut):
+        moves = iter(records)
+        for row, x in enumerate(instructions if records else ()):
+            if isinstance(x, PageIn | PageOut):
                 transfer, rows = next(moves)
                 starts, stops = _seconds(rows[:, 1:3]), _seconds(rows[:, 3:5])
                 moved[type(transfer)] += graph.values[transfer.value].nbytes
                 spans += map(span, [transfer] * len(rows), starts, stops)
                 done[transfer.value] = stops.max()
-            elif step is timed:
-                needs = (step.value,) if isinstance(step, Free) else step.reads
+            elif row in begins:
+                needs = (x.value,) if isinstance(x, Free) else x.reads
                 here = [done.pop(v) for v in needs if v in done]
-                waiting += max(0.0, max(here, default=0.0) - begin)
-                timed, begin = next(begins, (None, 0.0))
+                waiting += max(0.0, max(here, default=0.0) - begins[row])
         if done:  # what lands is written before the step ends
             waiting += max(0.0, max(done.values()) - times[-1])
         storage = sum(x.stop_seconds - x.start_seconds for x in spans)
         if emitted.is_traced:
-            for step, first, last in zip(
+            for row, first, last in zip(
                 emitted.timed, times[:-1], times[1:], strict=True
             ):
-                if isinstance(step, Free):
-                    continue
-                name = _name(graph, step.nodes)
-                spans.append(Span(name, "compute", first - began, last - began))
+                x = instructions[row]
+                if not isinstance(x, Free | PageIn | PageOut):
+                    name = _name(graph, x.nodes)
+                    spans.append(Span(name, "compute", first - began, last - began))
         return Run(
             seconds,
             self.nbytes,
@@ -420,22 +419,19 @@ def _room(emitted: Emitted) -> tuple[dict[int, int], int]:
     offsets: dict[int, int] = {}
     end = 0
     for row, x in enumerate(program.instructions):
-        match x:
-            case PageOut(value) if value not in graph.landing:
-                size = -(-graph.values[value].nbytes // SECTOR_BYTES) * SECTOR_BYTES
-                offset, length = next((x for x in free if x[1] >= size), (end, 0))
-                if length:
-                    free.remove((offset, length))
-                    free.append((offset + size, length - size))
-                end = max(end, offset + size)
-                offsets[value], taken[value] = offset, (offset, size)
-            case PageIn(value) if value in taken:
-                if program.last_page_in[value] == row:
-                    returned[value] = taken.pop(value)
-            case Compute(number):
-                for value in graph.nodes[number].reads:
-                    if value in returned:
-                        free.append(returned.pop(value))
+        if isinstance(x, PageOut) and x.value not in graph.landing:
+            size = -(-graph.values[x.value].nbytes // SECTOR_BYTES) * SECTOR_BYTES
+            offset, length = next((x for x in free if x[1] >= size), (end, 0))
+            if length:
+                free.remove((offset, length))
+                free.append((offset + size, length - size))
+            end = max(end, offset + size)
+            offsets[x.value], taken[x.value] = offset, (offset, size)
+        elif isinstance(x, PageIn) and x.value in taken:
+            if program.last_page_in[x.value] == row:
+                returned[x.value] = taken.pop(x.value)
+        elif not isinstance(x, Free | PageIn | PageOut):
+            free += [returned.pop(v) for v in x.reads if v in returned]
     return offsets, end
 
 

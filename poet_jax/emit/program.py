@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from poet_jax.core.plan import Free, PageIn, PageOut
-from poet_jax.core.program import Program
+from poet_jax.core.program import Instruction, Program, Run, walk
 from poet_jax.emit import accelerator, cpu
-from poet_jax.emit.stages import Stage, Step, cut
 from poet_jax.stores import library
 from poet_jax.stores.paged import block_bytes
 
@@ -19,19 +18,16 @@ ACCELERATORS = ("cuda", "gpu", "rocm", "tpu")
 
 
 def emit(
-    program: Program,
-    backend: str | None = None,
-    steps: Sequence[Step] | None = None,
-    trace: bool = False,
+    program: Program, backend: str | None = None, trace: bool = False
 ) -> "Emitted":
     """The program as a JAX function of flat inputs, to be compiled for `backend`.
 
     It can be given to `jax.jit`, `jax.export` and a sharded `jit`; see `Emitted` for
-    its inputs and results.
+    its inputs and results. Each `Run` is a stage that the compiler keeps apart; `cut`
+    makes them larger.
 
     Args:
       backend: "cpu", "gpu" or "tpu"; by default JAX's own.
-      steps: stages and transfers, of `cut`; by default each node is a stage.
       trace: whether stages are to be timed, on the CPU.
 
     Raises ValueError for another backend, and for a program of an instance.
@@ -47,7 +43,7 @@ def emit(
             "A program of an instance cannot be emitted. Only graphs from trace(fun, "
             "*args) hold equations that can run. Use simulate(program, costs)."
         )
-    return Emitted(program, backend, cut(program) if steps is None else steps, trace)
+    return Emitted(program, backend, trace)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -64,13 +60,11 @@ class Emitted:
 
     Attributes:
       program, backend: as given to `emit`.
-      steps: stages and transfers.
       is_traced: whether stages are timed.
     """
 
     program: Program
     backend: str
-    steps: Sequence[Step]
     is_traced: bool = False
 
     @functools.cached_property
@@ -116,26 +110,27 @@ class Emitted:
     @functools.cached_property
     def transfers(self) -> tuple[PageIn | PageOut, ...]:
         """[T] those whose records go out; one for each of their blocks."""
-        return tuple(x for x in self.steps if isinstance(x, PageIn | PageOut))
+        instructions = self.program.instructions
+        return tuple(x for x in instructions if isinstance(x, PageIn | PageOut))
 
     @functools.cached_property
-    def timed(self) -> tuple[Stage | Free, ...]:
-        """[S] what begins with a stamp: all stages if that was asked for, else those
-        that wait for pages, and what is free once its page is written."""
+    def timed(self) -> tuple[int, ...]:
+        """[S] rows of the instructions that begin with a stamp: stages that wait for
+        pages, or all if that was asked for, and frees that wait for pages."""
         if self.backend != "cpu":
             return ()
-        arrived: set[int] = set()
-        found: list[Stage | Free] = []
-        for x in self.steps:
-            if isinstance(x, PageIn):
-                arrived.add(x.value)
-            elif isinstance(x, Free):
-                found.append(x)
-            elif isinstance(x, Stage):
-                waits = not arrived.isdisjoint(x.reads)
-                if waits or self.is_traced:
-                    found.append(x)
-                arrived.difference_update(x.reads)
+        arriving: set[int] = set()
+        found: list[int] = []
+        for row, moment in enumerate(walk(self.program)):
+            match moment.instruction:
+                case PageIn(value):
+                    arriving.add(value)
+                case Free(value) if moment.waits:
+                    found.append(row)
+                case Run() as x:
+                    if self.is_traced or not arriving.isdisjoint(x.reads):
+                        found.append(row)
+                    arriving.difference_update(x.reads)
         return tuple(found)
 
     @property
@@ -168,18 +163,19 @@ class _Walk:
 
     def results(self) -> list[Any]:
         emitted = self.emitted
-        timed = set(map(id, emitted.timed))
-        for step in emitted.steps:
-            if id(step) in timed:
-                self.stamp(step)
-            match step:
-                case Stage():
-                    self.stage(step)
+        timed = set(emitted.timed)
+        for row, moment in enumerate(walk(emitted.program)):
+            x = moment.instruction
+            if row in timed:
+                self.stamp(x)
+            match x:
+                case Run():
+                    self.run(x)
                 case PageOut(value):
                     self.page_out(value)
                 case PageIn(value):
                     self.page_in(value)
-                case Free(value):
+                case Free(value) if moment.waits:
                     # Memory is the page's until it is written, and somebody has to
                     # say so.
                     self.last += [self.known[value], self.paged[value]]
@@ -192,7 +188,7 @@ class _Walk:
             results.append(jnp.concatenate(measured))
         return results
 
-    def stage(self, stage: Stage) -> None:
+    def run(self, stage: Run) -> None:
         def body(operands: Sequence[Any]) -> list[Any]:
             known = dict(zip(stage.reads, operands, strict=True))
             for number in stage.nodes:
@@ -242,11 +238,11 @@ class _Walk:
         self.last = [cpu.token_of(self.last)]
         return self.last[0]
 
-    def stamp(self, step: Step | None = None) -> None:
-        """The time before a step that may wait for transfers, or at the end."""
-        match step:
-            case Stage():
-                begun = [self.arriving.pop(v, None) for v in step.reads]
+    def stamp(self, instruction: Instruction | None = None) -> None:
+        """The time before what may wait for transfers, or at the end."""
+        match instruction:
+            case Run():
+                begun = [self.arriving.pop(v, None) for v in instruction.reads]
             case Free(value):
                 begun = [self.leaving.pop(value, None)]
             case _:

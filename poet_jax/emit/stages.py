@@ -1,123 +1,93 @@
 """Cut a program into stages: what the compiler may reorder and fuse at will."""
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
 from poet_jax.core.costs import Costs
 from poet_jax.core.graph import Graph
-from poet_jax.core.plan import Compute, Free, PageIn, PageOut
-from poet_jax.core.program import Program
+from poet_jax.core.in_place import Pairs
+from poet_jax.core.plan import Free, PageIn
+from poet_jax.core.program import Instruction, Moment, Program, Run, walk
 
 
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """Consecutive computes of a program.
+def cut(program: Program, costs: Costs, memory_bytes: float = 0) -> Program:
+    """`program` with as many nodes in each `Run` as `memory_bytes` allows.
 
-    Attributes:
-      nodes: in order, each once.
-      reads: values that they need from before, in order of first use.
-      writes: values that are needed after them.
+    The compiler runs the nodes of a stage in whatever order it likes: all that a stage
+    reads and makes is in RAM until it ends. A transfer ends one. So does a node that
+    would wait for a page, since the others need not, and a node that would be there
+    twice, since the compiler would merge them.
     """
-
-    nodes: tuple[int, ...]
-    reads: tuple[int, ...]
-    writes: tuple[int, ...]
-
-
-Step = Stage | PageOut | PageIn | Free
-
-
-def cut(
-    program: Program, costs: Costs | None = None, memory_bytes: float = 0
-) -> tuple[Step, ...]:
-    """`program` as stages, transfers and frees that wait for some, in its order.
-
-    Stages are as long as `memory_bytes` allow, in whatever order the compiler runs
-    their nodes: all that a stage reads and makes is in RAM until it ends. A transfer
-    ends one. So does a node that would wait for a page, since the others need not, and
-    a node that would be there twice, since the compiler would merge them. By default
-    each node is a stage of its own.
-    """
-    return tuple(_Cutter(program, costs, memory_bytes).steps())
+    return Program(program.graph, tuple(_Cutter(program, costs, memory_bytes).result()))
 
 
 class _Cutter:
-    def __init__(self, program: Program, costs: Costs | None, memory_bytes: float):
+    def __init__(self, program: Program, costs: Costs, memory_bytes: float):
         self.program, self.graph = program, program.graph
         self.memory_bytes = memory_bytes
-        if costs is None:
-            self.nbytes = [value.nbytes for value in self.graph.values]
-            self.workspaces = [0] * len(self.graph.nodes)
-        else:
-            self.nbytes = [int(n) for n in costs.nbytes]
-            self.workspaces = [int(n) for n in costs.workspace_bytes]
-        self.present = set(self.graph.initial)
+        self.nbytes = costs.nbytes.tolist()
+        self.workspaces = costs.workspace_bytes.tolist()
         self.arriving: set[int] = set()  # paged in, and not read yet
-        self.live_bytes = self._total(self.present)
+        self.live_bytes = self._total(self.graph.initial)
         self._begin()
 
     def _begin(self) -> None:
         self.nodes: list[int] = []
         self.made: dict[int, None] = {}  # by the stage, and needed after it
+        self.over: list[tuple[int, int]] = []
+        self.freed: list[Free] = []
         self.held_bytes = 0  # freed or written over, and there until the stage ends
-        self.waiting: list[Free] = []  # for what follows the stage
 
     def _total(self, values: Iterable[int]) -> int:
         return sum(self.nbytes[v] for v in values)
 
-    def steps(self) -> Iterator[Step]:
-        for row, x in enumerate(self.program.instructions):
-            match x:
-                case Compute(number):
-                    yield from self._compute(row, number)
-                case Free(value):
-                    self._free(row, value)
-                case PageOut():
-                    yield from self._end()
-                    yield x
-                case PageIn(value):
-                    yield from self._end()
-                    self.live_bytes += self._total({value} - self.present)
-                    self.present.add(value)
-                    self.arriving.add(value)
-                    yield x
+    def result(self) -> Iterator[Instruction]:
+        for moment in walk(self.program):
+            x = moment.instruction
+            if isinstance(x, Run):
+                yield from self._run(x, moment)
+            elif isinstance(x, Free):
+                self._free(x)
+            else:
+                yield from self._end()
+                yield x
+                if isinstance(x, PageIn):
+                    self.arriving.add(x.value)
+            self.live_bytes += self._total(moment.arrives) - self._total(moment.leaves)
         yield from self._end()
 
-    def _compute(self, row: int, number: int) -> Iterator[Stage | Free]:
-        node = self.graph.nodes[number]
-        olds = [old for old, _ in self.program.replaces.get(row, ())]
-        new = [v for v in node.writes if v not in self.present]
+    def _run(self, x: Run, moment: Moment) -> Iterator[Instruction]:
         # Beside other nodes nothing is sure to be written over: they may read it later.
-        need_bytes = self.live_bytes + self.held_bytes + self._total(new)
-        need_bytes += self.workspaces[number]
-        arriving = self.arriving.intersection(node.reads)
-        if number in self.nodes or need_bytes > self.memory_bytes or arriving:
+        need_bytes = self.live_bytes + self.held_bytes + self._total(moment.arrives)
+        need_bytes += max(self.workspaces[n] for n in x.nodes)
+        arriving = self.arriving.intersection(x.reads)
+        again = not set(self.nodes).isdisjoint(x.nodes)
+        if again or need_bytes > self.memory_bytes or arriving:
             yield from self._end()
         self.arriving -= arriving
-        self.nodes.append(number)
-        self.made.update(dict.fromkeys(new))
-        self.held_bytes += self._total(olds)
-        self.present.update(new)
-        self.present.difference_update(olds)
-        self.live_bytes += self._total(new) - self._total(olds)
+        self.nodes += x.nodes
+        self.made.update(dict.fromkeys(moment.arrives))
+        self.over += x.over
+        self.held_bytes += self._total(moment.leaves)
 
-    def _free(self, row: int, value: int) -> None:
-        if row in self.program.done_frees:
-            return
-        self.present.discard(value)
-        self.live_bytes -= self.nbytes[value]
-        if row in self.program.waiting_frees:
-            self.waiting.append(Free(value))
-        self.made.pop(value, None)
+    def _free(self, x: Free) -> None:
         if self.nodes:
-            self.held_bytes += self.nbytes[value]
+            self.held_bytes += self.nbytes[x.value]
+        if x.value in self.made:
+            del self.made[x.value]
+        else:
+            self.freed.append(x)
 
-    def _end(self) -> Iterator[Stage | Free]:
-        nodes, made, waiting = tuple(self.nodes), tuple(self.made), self.waiting
+    def _end(self) -> Iterator[Instruction]:
+        if self.nodes:
+            over: Pairs = tuple(
+                (old, new) for old, new in self.over if new in self.made
+            )
+            gone = (Free(old) for old, new in self.over if new not in self.made)
+            reads = read_by(self.graph, self.nodes)
+            yield Run(tuple(self.nodes), reads, tuple(self.made), over)
+            yield from gone
+        yield from self.freed
         self._begin()
-        if nodes:
-            yield Stage(nodes, read_by(self.graph, nodes), made)
-        yield from waiting
 
 
 def read_by(graph: Graph, nodes: Sequence[int]) -> tuple[int, ...]:

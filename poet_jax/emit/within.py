@@ -14,7 +14,7 @@ from poet_jax.core.graph import Graph, Value
 from poet_jax.core.plan import Budget, Free, Plan, Planner
 from poet_jax.core.program import Program, lower
 from poet_jax.core.units import format_bytes
-from poet_jax.emit.stages import Step, cut
+from poet_jax.emit.stages import cut
 from poet_jax.planners.planner import budget_too_small, judge_plan, keep_everything
 
 logger = logging.getLogger("poet_jax")
@@ -56,7 +56,7 @@ def compile_within(
     costs: Costs,
     planner: Planner,
     budget: Budget,
-    build: Callable[[Program, Sequence[Step]], Any],
+    build: Callable[[Program], Any],
     scratch: Sequence[int],
     first: tuple[int, int] | None = None,
 ) -> Fitted:
@@ -67,9 +67,9 @@ def compile_within(
     leanest plan is tried, with each node as a stage. Raises BudgetTooSmall if that does
     not fit either; it says what that needs, compiled.
 
-    `build` compiles a program in stages; `scratch` [N] is what libraries allocate for
-    each node without XLA's knowledge. `first` is (allowed, stage_bytes) to begin with,
-    of what fitted in an earlier process.
+    `build` compiles a program whose runs are stages. `scratch` [N] is what libraries
+    allocate for each node without XLA's knowledge. `first` is (allowed, stage_bytes) to
+    begin with, of what fitted in an earlier process.
     """
     limit = budget.memory_bytes
     seen, seen_costs = as_allocated(graph, costs, scratch)
@@ -98,16 +98,16 @@ def compile_within(
         stage_bytes = held_bytes + int(share * (allowed - held_bytes)) if share else 0
         if first is not None and number == 1:
             stage_bytes = first[1]
-        steps = cut(program, seen_costs, stage_bytes)
+        staged = cut(program, seen_costs, stage_bytes)
         judged = judge_plan(seen, seen_costs, plan)
         planned_bytes = judged.usage.peak_bytes
-        step = build(program, steps)
+        step = build(staged)
         excess = step.nbytes - limit
         logger.info(
             "compilation %d: planned %s in %d stages and transfers, compiled %s of %s",
             number,
             format_bytes(planned_bytes),
-            len(steps),
+            sum(not isinstance(x, Free) for x in staged.instructions),
             format_bytes(step.nbytes),
             format_bytes(limit),
         )
@@ -143,11 +143,7 @@ def _planned(
     plan = planner(graph, costs, budget)
     while plan.resident:
         program = lower(graph, plan)
-        freed = {
-            x.value
-            for row, x in enumerate(program.instructions)
-            if isinstance(x, Free) and row not in program.done_frees
-        }
+        freed = {x.value for x in program.instructions if isinstance(x, Free)}
         freed.update(v for v in plan.resident if graph.successors[v] in freed)
         if freed.isdisjoint(plan.resident):
             break

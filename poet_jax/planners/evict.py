@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 
 from poet_jax.core.costs import Costs
 from poet_jax.core.graph import Graph
-from poet_jax.core.plan import Budget, Compute, Free, PageIn, PageOut, Plan, Stages
+from poet_jax.core.plan import Budget, Free, PageIn, PageOut, Plan, Stages
+from poet_jax.core.program import Run
 from poet_jax.planners.planner import (
     Judged,
     budget_too_small,
@@ -212,12 +213,14 @@ class Life:
                 fresh = False
             stage = len(self.begins) - 1
             match x:
-                case Compute(number):
-                    for value in graph.nodes[number].reads:
+                case Run((number,)):
+                    for value in x.reads:
                         self.reads[value].append((row, stage))
-                    for value in graph.nodes[number].writes:
+                    for value in x.writes:
                         if len(self.spans[value]) % 2 == 0:
                             self.spans[value].append(row)
+                    for value, _ in x.over:
+                        self.spans[value].append(row)
                     fresh = number == stage
                 case PageIn(value):
                     if len(self.spans[value]) % 2 == 0:

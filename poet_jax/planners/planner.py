@@ -21,7 +21,14 @@ from poet_jax.core.plan import (
     Status,
 )
 from poet_jax.core.postpone import postpone
-from poet_jax.core.program import Program, lower_actions, moving
+from poet_jax.core.program import (
+    Instruction,
+    Program,
+    Run,
+    lower_actions,
+    moving,
+    walk,
+)
 from poet_jax.core.simulate import Usage, alive_at_peak, simulate
 from poet_jax.core.units import format_bytes, rounded_up
 
@@ -154,12 +161,10 @@ def prefetch(costs: Costs, judged: Judged, budget: Budget) -> Judged:
     if later or moved.usage.peak_bytes > budget.memory_bytes:
         moved = judged
     program = postpone(moved.program, costs, budget.memory_bytes)
-    actions = (
-        x
-        for row, x in enumerate(program.instructions)
-        if isinstance(x, Action)
-        and (row in program.waiting_frees or not isinstance(x, Free))
-    )
+    actions: list[Action] = []
+    for moment in walk(program):
+        x = moment.instruction
+        actions += [x] if isinstance(x, Free) and moment.waits else moving([x])
     late = judge(graph, costs, actions)
 
     def worth(judged: Judged) -> tuple[bool, float]:
@@ -169,15 +174,15 @@ def prefetch(costs: Costs, judged: Judged, budget: Budget) -> Judged:
 
 
 def _latest_starts(
-    instructions: Sequence[Action], costs: Costs
+    instructions: Sequence[Instruction], costs: Costs
 ) -> tuple[list[float], dict[tuple[int, int], float]]:
     """When each instruction starts if nothing waits, and by (value, row) when a page-in
     has to start for that."""
     clock, now = [], 0.0
     for x in instructions:
         clock.append(now)
-        if isinstance(x, Compute):
-            now += float(costs.seconds[x.node])
+        if isinstance(x, Run):
+            now += float(costs.seconds[list(x.nodes)].sum())
     latest = {}
     free_until = math.inf  # the storage lane, before what comes later
     for row in reversed(range(len(instructions))):

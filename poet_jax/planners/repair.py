@@ -7,6 +7,7 @@ import numpy as np
 
 from poet_jax.core.costs import Costs
 from poet_jax.core.plan import Budget, Compute, PageIn
+from poet_jax.core.program import Run
 from poet_jax.planners.evict import Eviction, Life
 from poet_jax.planners.planner import Judged, fits, judge, objective_of
 
@@ -84,15 +85,15 @@ def _returns(judged: Judged, eviction: Eviction) -> Iterator[_Return]:
     nbytes, life = eviction.costs.nbytes, Life(judged)
     graph, stage = judged.graph, 0
     for row, x in enumerate(judged.program.instructions):
-        if isinstance(x, Compute) and x.node == stage:
+        if isinstance(x, Run) and x.nodes == (stage,):
             stage += 1
             continue
         from_home = False
         match x:
-            case Compute(node):
-                values, cost = graph.nodes[node].writes, eviction.node_cost[node]
+            case Run((node,)):
+                action, values, cost = Compute(node), x.writes, eviction.node_cost[node]
             case PageIn(value):
-                values, cost = (value,), eviction.in_cost[value]
+                action, values, cost = x, (value,), eviction.in_cost[value]
                 from_home = life.is_first(value, row)
             case _:
                 continue
@@ -104,4 +105,4 @@ def _returns(judged: Judged, eviction: Eviction) -> Iterator[_Return]:
             for left, back, u in life.waits(v, row)
         ]
         worth = float(cost) / max(1, sum(n for _, _, n in waits))
-        yield _Return(x, stage, worth, waits, from_home)
+        yield _Return(action, stage, worth, waits, from_home)

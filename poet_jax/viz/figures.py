@@ -8,8 +8,8 @@ import numpy as np
 
 from poet_jax.core.costs import Costs
 from poet_jax.core.graph import Graph
-from poet_jax.core.plan import Budget, Compute, PageIn, PageOut, Plan
-from poet_jax.core.program import Program, lower
+from poet_jax.core.plan import Budget, PageIn, PageOut, Plan
+from poet_jax.core.program import Program, Run, lower
 from poet_jax.core.simulate import Usage
 from poet_jax.core.units import format_bytes, format_joules, format_seconds
 from poet_jax.viz.matrices import matrices
@@ -110,7 +110,7 @@ def step_figure(
     times = zip(usage.start_seconds, usage.stop_seconds, strict=True)
     for x, (start, stop) in zip(program.instructions, times, strict=True):
         match x:
-            case Compute(node):
+            case Run((node,)):
                 kind = "remat" if node in seen else "keep"
                 seen.add(node)
             case PageIn() | PageOut():

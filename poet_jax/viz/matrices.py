@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 
 from poet_jax.core.graph import Graph
-from poet_jax.core.plan import Compute, Free, PageIn, PageOut, Plan
-from poet_jax.core.program import lower
+from poet_jax.core.plan import PageIn, PageOut, Plan
+from poet_jax.core.program import Run, lower, walk
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,23 +48,22 @@ def matrices(graph: Graph, plan: Plan) -> Matrices:
         S_storage[begun : stage + 1, list(storage)] = True
         begun = stage + 1
 
-    for row, x in enumerate(program.instructions):
-        if isinstance(x, Compute | PageIn):
+    for row, moment in enumerate(walk(program)):
+        x = moment.instruction
+        if isinstance(x, Run | PageIn):
             begin()
+        ram.update(moment.arrives)
+        ram.difference_update(moment.leaves)
         match x:
-            case Compute(node):
+            case Run((node,)):
                 R[stage, node] += 1
-                ram.update(graph.nodes[node].writes)
                 done.add(node)
                 while stage in done:
                     stage += 1
             case PageIn(value):
-                ram.add(value)
                 if program.last_page_in[value] == row and value not in stays:
                     storage.remove(value)
             case PageOut(value):
                 storage.add(value)
-            case Free(value):
-                ram.remove(value)
     begin()
     return Matrices(R, S_ram, S_storage)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from poet_jax.core.costs import Costs
-from poet_jax.core.plan import Compute, PageIn, PageOut
+from poet_jax.core.plan import Free, PageIn, PageOut
 from poet_jax.core.program import Program
 from poet_jax.core.simulate import Usage
 from poet_jax.emit.executor import Run, Span
@@ -93,23 +93,24 @@ def _slices(
         about: dict[str, Any] = {"instruction": row}
         if joules is not None:
             about["joules (modelled)"] = float(joules[row])
-        if isinstance(x, Compute):
-            node, again = graph.nodes[x.node], x.node in seen
-            seen.add(x.node)
-            about |= {
-                "node": x.node,
-                "run again": again,
-                "reads": [graph.values[v].name for v in node.reads],
-                "writes": {graph.values[v].name: LABELS[made[v]] for v in node.writes},
-                "workspace bytes": int(costs.workspace_bytes[x.node]),
-            }
-            name = node.name + " (again)" * again
-            yield _slice(pid, COMPUTE, name, start, stop, about)
-        elif isinstance(x, PageIn | PageOut):
+        if isinstance(x, PageIn | PageOut):
             value = graph.values[x.value]
             word = "page in" if isinstance(x, PageIn) else "page out"
             about["bytes"] = int(costs.nbytes[x.value])
             yield _slice(pid, STORAGE, f"{word} {value.name}", start, stop, about)
+        elif not isinstance(x, Free):
+            (number,) = x.nodes
+            again = number in seen
+            seen.add(number)
+            about |= {
+                "node": number,
+                "run again": again,
+                "reads": [graph.values[v].name for v in x.reads],
+                "writes": {graph.values[v].name: LABELS[made[v]] for v in x.writes},
+                "workspace bytes": int(costs.workspace_bytes[number]),
+            }
+            name = graph.nodes[number].name + " (again)" * again
+            yield _slice(pid, COMPUTE, name, start, stop, about)
 
 
 def _live(pid: int, program: Program, *measured: Any) -> Iterator[Event]:

@@ -4,8 +4,8 @@ import dataclasses
 
 from poet_jax.core.costs import Costs
 from poet_jax.core.graph import Graph
-from poet_jax.core.plan import Compute, Free, PageIn, PageOut, Plan
-from poet_jax.core.program import Program
+from poet_jax.core.plan import Free, PageIn, PageOut, Plan
+from poet_jax.core.program import Program, Run
 from poet_jax.core.simulate import Usage
 from poet_jax.core.units import format_bytes, format_joules, format_seconds
 from poet_jax.planners.planner import judge_plan
@@ -137,18 +137,15 @@ def _lives(program: Program, usage: Usage) -> list[_Life]:
     for value in graph.stored:
         lives[value].touches.append((0.0, 0.0))
     times = zip(usage.start_seconds, usage.stop_seconds, strict=True)
-    for row, (x, (start, stop)) in enumerate(
-        zip(program.instructions, times, strict=True)
-    ):
+    for x, (start, stop) in zip(program.instructions, times, strict=True):
         start, stop = float(start), float(stop)
         match x:
-            case Compute(number):
-                node = graph.nodes[number]
-                for value in (*node.reads, *node.writes):
+            case Run():
+                for value in (*x.reads, *x.writes):
                     lives[value].wait(clock)
                     lives[value].arrive(start)
                     lives[value].touches.append((start, stop))
-                for value, _ in program.replaces.get(row, ()):
+                for value, _ in x.over:
                     lives[value].leave(start)
                 clock = stop
             case PageIn(value):
@@ -157,7 +154,7 @@ def _lives(program: Program, usage: Usage) -> list[_Life]:
                 lives[value].page_ins += 1
             case PageOut(value):
                 lives[value].page_outs += 1
-            case Free(value) if row not in program.done_frees:
+            case Free(value):
                 lives[value].wait(clock)
                 lives[value].waiting_seconds += stop - max(start, clock)
                 lives[value].leave(stop)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from poet_jax.core.plan import Compute, Free, PageIn
-from poet_jax.core.program import Program
+from poet_jax.core.plan import Free, PageIn
+from poet_jax.core.program import Program, Run, walk
 from poet_jax.viz.table import decisions
 
 KINDS = ("argument", "keep", "remat", "page")
@@ -63,22 +63,18 @@ def timeline(
     clock = 0.0
     note(clock)
     rows = zip(start_seconds, stop_seconds, live_bytes, strict=True)
-    for row, (x, (start, stop, live)) in enumerate(
-        zip(program.instructions, rows, strict=True)
-    ):
-        match x:
-            case Compute(number):
-                for old, _ in program.replaces.get(row, ()):
-                    move(old, False)
-                for value in graph.nodes[number].writes:
-                    move(value, True)
+    for moment, (start, stop, live) in zip(walk(program), rows, strict=True):
+        for value in moment.leaves:
+            move(value, False)
+        for value in moment.arrives:
+            move(value, True)
+        match moment.instruction:
+            case Run():
                 note(float(start), int(live))
                 note(clock := float(stop))
-            case Free(value):
-                move(value, False)
+            case Free():
                 note(clock := float(stop))
-            case PageIn(value):
-                move(value, True)
+            case PageIn():
                 note(clock)
     seconds, totals, layers = zip(*moments, strict=True)
     columns = zip(*layers, strict=True)

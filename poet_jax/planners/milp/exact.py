@@ -13,7 +13,8 @@ import numpy as np
 
 from poet_jax.core.costs import Costs
 from poet_jax.core.graph import Graph
-from poet_jax.core.plan import Budget, Compute
+from poet_jax.core.plan import Budget
+from poet_jax.core.program import Run
 from poet_jax.planners.milp.cuts import Cuts
 from poet_jax.planners.milp.lift import lifted, values_of
 from poet_jax.planners.milp.solver import xsum
@@ -82,11 +83,12 @@ class Exact(Cuts):
     def _limit_repeats(self, judged: Judged, limit: float) -> bool:
         found, computed = set(), set()
         for row, instruction in enumerate(judged.program.instructions):
-            if isinstance(instruction, Compute):
-                again = instruction.node in computed
-                computed.add(instruction.node)
+            if isinstance(instruction, Run):
+                (node,) = instruction.nodes
+                again = node in computed
+                computed.add(node)
                 if again and judged.usage.live_bytes[row] > limit:
-                    found.add((instruction.node, len(computed)))
+                    found.add((node, len(computed)))
         found &= self.r.keys() - self._limited
         for again, stage in sorted(found):
             self._limit_repeat(again, stage)

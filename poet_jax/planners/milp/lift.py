@@ -10,7 +10,8 @@ import numpy as np
 from poet_jax.core.costs import Costs
 from poet_jax.core.graph import Graph
 from poet_jax.core.in_place import replaceable
-from poet_jax.core.plan import Compute, Free, PageIn, Stages
+from poet_jax.core.plan import Free, PageIn, Stages
+from poet_jax.core.program import Run
 from poet_jax.planners.milp.cuts import Cuts
 from poet_jax.planners.planner import Judged, judge, keep_everything
 
@@ -40,11 +41,11 @@ def repeats(judged: Judged, cuts: Collection[int]) -> set[tuple[int, int]]:
     """(node, segment between `cuts`) of each node that runs again."""
     nodes, found, computed = sorted(cuts), set(), set()
     for instruction in judged.program.instructions:
-        if isinstance(instruction, Compute):
-            if instruction.node in computed:
-                segment = bisect.bisect_left(nodes, len(computed))
-                found.add((instruction.node, segment))
-            computed.add(instruction.node)
+        if isinstance(instruction, Run):
+            (node,) = instruction.nodes
+            if node in computed:
+                found.add((node, bisect.bisect_left(nodes, len(computed))))
+            computed.add(node)
     return found
 
 
@@ -65,15 +66,15 @@ def values_of(cuts: Cuts, judged: Judged) -> list[tuple[Any, float]]:
         resident.update(arrived)
         arriving.difference_update(arrived)
 
-    for row, instruction in enumerate(program.instructions):
+    for instruction in program.instructions:
         match instruction:
-            case Compute(number):
-                read(graph.nodes[number].reads)
-                resident.update(graph.nodes[number].writes)
+            case Run((number,), reads, writes, over):
+                read(reads)
+                resident.update(writes)
+                resident.difference_update(old for old, _ in over)
                 if number not in computed and number in cuts.nodes:
                     cut = cuts.nodes.index(number) + 1
-                    written_over = {v for v, _ in program.replaces.get(row, ())}
-                    true.update(("x", v, cut) for v in resident - written_over)
+                    true.update(("x", v, cut) for v in resident)
                 computed.add(number)
             case PageIn(value):
                 arriving.add(value)
@@ -95,9 +96,10 @@ def crests(graph: Graph, judged: Judged) -> list[tuple[int, int]]:
     for instruction, live in zip(
         judged.program.instructions, judged.usage.live_bytes, strict=True
     ):
-        if isinstance(instruction, Compute) and stage < len(worst):
-            worst[stage] = max(worst[stage], (int(live), instruction.node))
-            stage += instruction.node == stage
+        if isinstance(instruction, Run) and stage < len(worst):
+            (node,) = instruction.nodes
+            worst[stage] = max(worst[stage], (int(live), node))
+            stage += node == stage
     return worst
 
 
