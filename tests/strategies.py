@@ -168,10 +168,8 @@ def written_in_place(rng, graph):
     ]
     nodes = []
     for node in graph.nodes:
-        reads, writes = range(len(node.reads)), range(len(node.writes))
-        outputs = tuple(len(reads) + n for n in writes)
-        equation = Equation(jax.lax.add_p, {}, tuple(reads), outputs, (), ())
-        nodes.append(dataclasses.replace(node, equations=(equation,), outputs=outputs))
+        equation = Equation(jax.lax.add_p, {}, node.reads, node.writes, (), ())
+        nodes.append(dataclasses.replace(node, equations=(equation,)))
     return dataclasses.replace(graph, values=tuple(values), nodes=tuple(nodes))
 
 

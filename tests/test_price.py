@@ -15,7 +15,6 @@ from poet_jax.core.costs import node_flops
 from poet_jax.core.graph import write_instance
 from poet_jax.devices.kernels import workspace_bytes
 from poet_jax.passes.cpu.scratch import node_scratch
-from poet_jax.passes.grouping import as_node
 
 DEVICE = poet_jax.DeviceProfile(
     name="round numbers",
@@ -204,7 +203,8 @@ def test_a_kernel_takes_its_work_or_its_traffic_and_a_loop_its_body_often():
 def test_a_workspace_is_about_what_xla_allocates(fun, args):
     """As one node; scratch that XLA does not report is left out here."""
     graph = poet_jax.trace(fun, *args)
-    node = as_node(graph)
+    equations = [e for node in graph.nodes for e in node.equations]
+    node = poet_jax.core.Node.of("all", equations, graph.outputs)
     analysis = jax.jit(fun).lower(*args).compile().memory_analysis()
     known = workspace_bytes(node) - node_scratch(node)
     assert analysis.temp_size_in_bytes - 2**14 <= known

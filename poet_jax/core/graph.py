@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -65,14 +65,21 @@ class Literal:
         return python_type, str(data.dtype), data.shape, data.tobytes()
 
 
+class Inner:
+    """The name of a value inside nodes, which no node reads or writes."""
+
+
+Name = int | Inner  # of a value: the number of one of the graph's, or an inner one
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Equation:
     """One primitive applied to operands, inside the body of a node.
 
     Attributes:
       primitive, params: as in a jaxpr.
-      operands: local value numbers or `Literal`s.
-      results: local value numbers.
+      operands: numbers of the graph's values, `Inner`s or `Literal`s.
+      results: numbers of the graph's values, or `Inner`s.
       operand_shapes, result_shapes: what the FLOP and byte rules need.
       inner: (equations, times each runs) of control flow's bodies.
       lowering: another way to compute the same, called with `params` and operands.
@@ -80,12 +87,27 @@ class Equation:
 
     primitive: Any
     params: dict[str, Any]
-    operands: tuple["int | Literal", ...]
-    results: tuple[int, ...]
+    operands: tuple[Name | Literal, ...]
+    results: tuple[Name, ...]
     operand_shapes: tuple[jax.ShapeDtypeStruct, ...]
     result_shapes: tuple[jax.ShapeDtypeStruct, ...]
     inner: tuple[tuple[tuple["Equation", ...], int], ...] = ()
     lowering: Callable[..., Any] | None = None
+
+    @property
+    def reads(self) -> list[Name]:
+        """Its operands that are values, as often as they are operands."""
+        return [x for x in self.operands if not isinstance(x, Literal)]
+
+    def renamed(self, names: Mapping[Any, Any]) -> "Equation":
+        """The equation with `names` instead of operands and results that they hold."""
+        return dataclasses.replace(
+            self,
+            operands=tuple(
+                x if isinstance(x, Literal) else names.get(x, x) for x in self.operands
+            ),
+            results=tuple(names.get(x, x) for x in self.results),
+        )
 
     def bind(self, operands: Sequence[Any]) -> Sequence[Any]:
         """Apply the primitive to `operands`, arrays or tracers."""
@@ -105,9 +127,8 @@ class Node:
     Attributes:
       name: readable; not necessarily unique.
       reads, writes: value numbers, each at most once.
-      equations: over local numbers: `reads` are 0..R-1, the rest follow. Empty in a
-        graph that was not traced.
-      outputs: local numbers of `writes`.
+      equations: each after those whose results it reads. Empty in a graph that was not
+        traced.
       backward: whether it belongs to the backward pass.
       repeatable: False for a node with effects, which runs exactly once.
     """
@@ -116,9 +137,26 @@ class Node:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     equations: tuple[Equation, ...] = ()
-    outputs: tuple[int, ...] = ()
     backward: bool = False
     repeatable: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        equations: Iterable[Equation],
+        writes: Iterable[int],
+        backward: bool = False,
+        repeatable: bool = True,
+    ) -> "Node":
+        """The node of some equations, of which others need `writes`."""
+        equations = tuple(equations)
+        reads: dict[Any, None] = {}
+        made: set[Name] = set()
+        for equation in equations:
+            reads.update((x, None) for x in equation.reads if x not in made)
+            made.update(equation.results)
+        return cls(name, tuple(reads), tuple(writes), equations, backward, repeatable)
 
     @property
     def needs_data(self) -> bool:
@@ -135,17 +173,17 @@ class Node:
 
         `bind` evaluates one equation for its operands.
         """
-        local = dict(enumerate(operands))
+        known: dict[Name, Any] = dict(zip(self.reads, operands, strict=True))
         for equation in self.equations:
             results = bind(
                 equation,
                 [
-                    x.value if isinstance(x, Literal) else local[x]
+                    x.value if isinstance(x, Literal) else known[x]
                     for x in equation.operands
                 ],
             )
-            local.update(zip(equation.results, results, strict=True))
-        return tuple(local[number] for number in self.outputs)
+            known.update(zip(equation.results, results, strict=True))
+        return tuple(known[v] for v in self.writes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -395,30 +433,46 @@ def node_signature(graph: Graph, node: Node) -> str:
     Nodes with equal signatures take equally long; names and constants do not count.
     """
     reads = [(graph.values[v].shape, str(graph.values[v].dtype)) for v in node.reads]
+    places: dict[Any, int] = {}
+
+    def place(x: Any) -> int | str:
+        if isinstance(x, Literal):
+            return "constant"
+        return places.setdefault(x, len(places))
+
+    list(map(place, node.reads))
     equations = [
         (
             e.primitive.name,
             _plain(e.params),
             _name(e.lowering),
-            [x if isinstance(x, int) else "constant" for x in e.operands],
-            e.results,
+            list(map(place, e.operands)),
+            list(map(place, e.results)),
         )
         for e in node.equations
     ]
     # A graph that was not traced has neither shapes nor equations.
     name = "" if equations else node.name
-    data = json.dumps([name, reads, equations, node.outputs])
+    data = json.dumps([name, reads, equations, list(map(place, node.writes))])
     return hashlib.sha256(data.encode()).hexdigest()[:16]
 
 
-def renumber(graph: Graph, nodes: Iterable[Node]) -> Graph:
-    """`graph` with `nodes` instead of its own, without the values that are left
-    unused."""
+def with_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
+    """`graph` with `nodes` instead of its own, and values numbered without gaps.
+
+    What no node reads or writes is a value no more: it is `Inner` where equations name
+    it.
+    """
     nodes = tuple(nodes)
     used = {*graph.arguments, *graph.constants, *graph.outputs}
     for node in nodes:
         used.update(node.reads, node.writes)
     new = {old: number for number, old in enumerate(sorted(used))}
+    names: dict[Any, Name] = {**new}
+    for node in nodes:
+        for equation in node.equations:
+            for x in equation.results:
+                names.setdefault(x, x if isinstance(x, Inner) else Inner())
 
     def rename(values: Iterable[int]) -> tuple[int, ...]:
         return tuple(new[v] for v in values)
@@ -427,7 +481,12 @@ def renumber(graph: Graph, nodes: Iterable[Node]) -> Graph:
         graph,
         values=tuple(graph.values[v] for v in sorted(used)),
         nodes=tuple(
-            dataclasses.replace(n, reads=rename(n.reads), writes=rename(n.writes))
+            dataclasses.replace(
+                n,
+                reads=rename(n.reads),
+                writes=rename(n.writes),
+                equations=tuple(e.renamed(names) for e in n.equations),
+            )
             for n in nodes
         ),
         arguments=rename(graph.arguments),
@@ -437,6 +496,19 @@ def renumber(graph: Graph, nodes: Iterable[Node]) -> Graph:
         stored={new[v]: place for v, place in graph.stored.items() if v in new},
         landing={new[v]: place for v, place in graph.landing.items() if v in new},
     )
+
+
+def body(graph: Graph, names: Mapping[int, Name | Literal]) -> list[Equation]:
+    """The equations of a graph, to be inside a node of another one.
+
+    `names` are those of its arguments and outputs there; all else is `Inner`.
+    """
+    known: dict[Any, Any] = {v: Inner() for v in graph.constants} | dict(names)
+    equations = [e for node in graph.nodes for e in node.equations]
+    for equation in equations:
+        for x in equation.results:
+            known.setdefault(x, Inner())
+    return [e.renamed(known) for e in equations]
 
 
 def map_equations(graph: Graph, change: Callable[[Equation], Equation]) -> Graph:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from poet_jax.core.graph import Graph, Literal, Node, is_plain
+from poet_jax.core.graph import Graph, Node, is_plain
 
 Pairs = tuple[tuple[int, int], ...]  # (old, new) values: one is written over the other
 
@@ -92,23 +92,16 @@ def pairs(
     return tuple((replaced[v], v) for v in writes if v in replaced)
 
 
-def _places(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
+def _places(nodes: Iterable[Node]) -> tuple[dict[Any, int], dict[Any, int]]:
     """Of each value: the equation that reads it last, or the next one if that could not
     write over it, and the one that writes it."""
-    last_read: dict[int, int] = {}
-    written: dict[int, int] = {}
+    last_read: dict[Any, int] = {}
+    written: dict[Any, int] = {}
     place = 0
     for node in nodes:
-        read, results = dict(enumerate(node.reads)), dict.fromkeys(node.outputs, 0)
         for equation in node.equations:
             place += 1
             after = equation.primitive.name in NOT_IN_PLACE
-            for operand in equation.operands:
-                if not isinstance(operand, Literal) and operand in read:
-                    last_read[read[operand]] = place + after
-            results.update(dict.fromkeys(equation.results, place))
-        for value, local in zip(node.writes, node.outputs, strict=True):
-            written[value] = results[local]
-            if local in read:  # a result that is an operand
-                last_read[read[local]] = place + 1
+            last_read.update(dict.fromkeys(equation.reads, place + after))
+            written.update(dict.fromkeys(equation.results, place))
     return last_read, written

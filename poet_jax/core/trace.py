@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend import source_info_util
 
 from poet_jax.core.errors import CannotTrace, ClosesOverTracer
-from poet_jax.core.graph import Equation, Graph, Literal, Node, Value, renumber
+from poet_jax.core.graph import Equation, Graph, Literal, Node, Value, with_nodes
 
 # Call-like primitives that mean "evaluate this jaxpr here", and the parameter with it.
 _INLINED = {
@@ -193,27 +193,14 @@ class _Builder:
 
     def append(self, eqn, env, stack: str, backward: bool) -> None:
         operands = [self.read(var, env) for var in eqn.invars]
-        reads = tuple(dict.fromkeys(x for x in operands if not isinstance(x, Literal)))
         name = _node_name(eqn, stack)
         writes = []
         for var in eqn.outvars:
             env[var] = self.value(var.aval, f"{name}.{len(self.values)}")
             writes.append(env[var])
-        local = {v: number for number, v in enumerate((*reads, *writes))}
-        equation = _equation(
-            eqn, [x if isinstance(x, Literal) else local[x] for x in operands],
-            [local[v] for v in writes],
-        )  # fmt: skip
+        equation = _equation(eqn, operands, writes)
         self.nodes.append(
-            Node(
-                name,
-                reads,
-                tuple(writes),
-                (equation,),
-                equation.results,
-                backward,
-                repeatable=not eqn.effects,
-            )
+            Node.of(name, [equation], writes, backward, repeatable=not eqn.effects)
         )
 
 
@@ -321,13 +308,10 @@ def without_dead_code(graph: Graph) -> Graph:
         writes = tuple(v for v in node.writes if v in needed)
         if not writes and node.repeatable:
             continue
-        outputs = tuple(
-            o for v, o in zip(node.writes, node.outputs, strict=True) if v in needed
-        )
-        kept.append(dataclasses.replace(node, writes=writes, outputs=outputs))
+        kept.append(dataclasses.replace(node, writes=writes))
         needed.update(node.reads)
     constants = {v: array for v, array in graph.constants.items() if v in needed}
-    return renumber(
-        dataclasses.replace(graph, nodes=tuple(kept[::-1]), constants=constants),
-        kept[::-1],
+    nodes = tuple(kept[::-1])
+    return with_nodes(
+        dataclasses.replace(graph, nodes=nodes, constants=constants), nodes
     )

@@ -9,12 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from poet_jax.core.device import DeviceProfile, Rates
-from poet_jax.core.graph import Graph, Node, Value
+from poet_jax.core.graph import Graph, Node, Value, body
 from poet_jax.core.trace import trace
 from poet_jax.devices.kernels import Kernel, Work, kernels
 from poet_jax.devices.price import kernel_seconds
 from poet_jax.devices.timing import time_nodes
-from poet_jax.passes.grouping import as_node
 
 
 class Probe(NamedTuple):
@@ -158,11 +157,9 @@ def calibrated(probes: Sequence[Probe] = PROBES) -> tuple[float, Rates]:
     beyond what it launches, moves and computes besides, at rates that are known before
     it, is its own kind's. Takes about six seconds on two cores.
     """
-    parts = [_part(probe) for probe in probes]
+    graph = _joined(probes)
     device = DeviceProfile("calibrated so far", 1, 1.0, 1.0, 1.0, 1.0, 0.0)
-    for probe, node, timed in zip(
-        probes, [node for _, node in parts], time_nodes(_joined(parts)), strict=True
-    ):
+    for probe, node, timed in zip(probes, graph.nodes, time_nodes(graph), strict=True):
         assert timed is not None
         steps = [x for kernel in kernels(node) for x in kernel.flat()]
         if probe.kind == "launch":
@@ -214,27 +211,22 @@ def _monotonic(rows: Sequence[tuple[float, float]]) -> tuple[tuple[float, float]
     return tuple(reversed(result))
 
 
-def _part(probe: Probe) -> tuple[Graph, Node]:
-    shapes = [jax.ShapeDtypeStruct(shape, probe.dtype) for shape in probe.shapes]
-    graph = trace(probe.fun, *shapes)
-    return graph, as_node(graph)
-
-
-def _joined(parts: Sequence[tuple[Graph, Node]]) -> Graph:
+def _joined(probes: Sequence[Probe]) -> Graph:
     """One graph of a node for each probe, which have nothing to do with one another."""
     values: list[Value] = []
     arguments: list[int] = []
     constants: dict[int, Any] = {}
     nodes = []
-    for graph, node in parts:
-        first = len(values)
+    for probe in probes:
+        shapes = [jax.ShapeDtypeStruct(shape, probe.dtype) for shape in probe.shapes]
+        graph = trace(probe.fun, *shapes)
+        outside = (*graph.arguments, *graph.constants, *graph.outputs)
+        names = {v: len(values) + v for v in outside}
         values += graph.values
-        arguments += [first + v for v in graph.arguments]
-        constants |= {first + v: array for v, array in graph.constants.items()}
-        reads, writes = ([first + v for v in x] for x in (node.reads, node.writes))
-        nodes.append(
-            dataclasses.replace(node, reads=tuple(reads), writes=tuple(writes))
-        )
+        arguments += [names[v] for v in graph.arguments]
+        constants |= {names[v]: array for v, array in graph.constants.items()}
+        writes = [names[v] for v in graph.outputs]
+        nodes.append(Node.of(probe.kind, body(graph, names), writes))
     outputs = [v for node in nodes for v in node.writes]
     return Graph(
         tuple(values), tuple(nodes), tuple(arguments), tuple(outputs), constants

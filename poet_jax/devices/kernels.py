@@ -8,16 +8,15 @@ kernel reads and writes; and its workspace is what lies between its kernels.
 """
 
 import dataclasses
-import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from poet_jax.core.graph import Equation, Literal, Node
+from poet_jax.core.graph import Equation, Literal, Name, Node, body
 from poet_jax.passes.cpu.scratch import lowered, nbytes_of, scratch_bytes
 from poet_jax.passes.grouping import HEAVY
 
@@ -62,8 +61,8 @@ class Kernel:
 
     work: tuple[Work, ...]
     moved_bytes: float
-    reads: frozenset[int]
-    writes: tuple[int, ...]
+    reads: frozenset[Name]
+    writes: tuple[Name, ...]
     copied_bytes: int = 0
     scratch_bytes: int = 0
     in_place: bool = False
@@ -166,17 +165,17 @@ def is_reduction(equation: Equation) -> bool:
 
 def kernels(node: Node) -> tuple[Kernel, ...]:
     """In order; none for a node without equations."""
-    return _Partition(node.equations, set(node.outputs)).kernels()
+    return _Partition(node.equations, node.writes).kernels()
 
 
 class _Partition:
     """Equations cut into kernels."""
 
-    def __init__(self, equations: Sequence[Equation], outputs: set[int]):
-        self.shapes: dict[int, jax.ShapeDtypeStruct] = {}
-        self.maker: dict[int, Equation] = {}
-        self.alias: dict[int, int] = {}
-        self.readers: dict[int, list[Equation]] = defaultdict(list)
+    def __init__(self, equations: Sequence[Equation], outputs: Iterable[Name]):
+        self.shapes: dict[Name, jax.ShapeDtypeStruct] = {}
+        self.maker: dict[Name, Equation] = {}
+        self.alias: dict[Name, Name] = {}
+        self.readers: dict[Name, list[Equation]] = defaultdict(list)
         self.equations = []
         for equation in inlined(equations):
             self.shapes |= {
@@ -198,10 +197,10 @@ class _Partition:
             for x in set(operands):
                 self.readers[x].append(equation)
         self.outputs = {self.root(v) for v in outputs}
-        self.written: set[int] = set()
-        self.aside: set[int] = set()  # written for a sum, and computed again elsewhere
-        self.repeated: dict[tuple[int, tuple[int, ...]], int] = {}  # bytes
-        terms: dict[int, int] = {}  # equations of which each value is computed
+        self.written: set[Name] = set()
+        self.aside: set[Name] = set()  # written for a sum, and computed again elsewhere
+        self.repeated: dict[tuple[Name, tuple[int, ...]], int] = {}  # bytes
+        terms: dict[Name, int] = {}  # equations of which each value is computed
         for value in self.maker:
             operands = self.operands(self.maker[value])
             terms[value] = 1 + sum(terms.get(x, 0) for x in operands)
@@ -215,13 +214,13 @@ class _Partition:
                 self.written |= unfused
         self.aside = {v for v in self.aside if self.is_short(v)}
 
-    def root(self, value: int) -> int:
+    def root(self, value: Name) -> Name:
         return self.alias.get(value, value)
 
-    def operands(self, equation: Equation) -> list[int]:
+    def operands(self, equation: Equation) -> list[Name]:
         return [self.root(x) for x in equation.operands if not isinstance(x, Literal)]
 
-    def is_written(self, value: int, terms: int) -> bool:
+    def is_written(self, value: Name, terms: int) -> bool:
         """Whether it is in memory at some time."""
         maker, readers = self.maker[value], self.readers[value]
         if value in self.outputs or is_root(maker):
@@ -234,12 +233,12 @@ class _Partition:
         expensive = _ELEMENTWISE.get(maker.primitive.name) in _EXPENSIVE
         return again and (expensive or terms > _MOST_TERMS)
 
-    def is_short(self, value: int) -> bool:
+    def is_short(self, value: Name) -> bool:
         """Whether it is made of values in memory at once."""
         made = [x for x in self.operands(self.maker[value]) if x in self.maker]
         return self.written.issuperset(made)
 
-    def unfused(self, reduction: Equation) -> Iterator[int]:
+    def unfused(self, reduction: Equation) -> Iterator[Name]:
         """What XLA writes before a sum that a library computes (YNNPACK): what others
         read, too, and what is no arithmetic of floats."""
         for value in self.operands(reduction):
@@ -270,11 +269,11 @@ class _Partition:
             if (writes := tuple(x for x in e.results if x in self.written))
         )
 
-    def fused(self, equation: Equation, writes: tuple[int, ...]) -> Kernel:
+    def fused(self, equation: Equation, writes: tuple[Name, ...]) -> Kernel:
         """A kernel that ends with `equation`, and all that is computed on its way."""
         inside: dict[int, Equation] = {}
         in_sum = is_reduction(equation)
-        read_bytes: dict[int, float] = defaultdict(float)
+        read_bytes: dict[Name, float] = defaultdict(float)
 
         def add(equation: Equation) -> None:
             if id(equation) in inside:
@@ -353,29 +352,31 @@ class _Partition:
         """
         steps = self.kernels()
         last = {v: n for n, kernel in enumerate(steps) for v in kernel.reads}
-        alive: set[int] = set()
+        alive: dict[Name, None] = {}  # in order
         most = 0
         for number, kernel in enumerate(steps):
             if kernel.in_place:
-                free = sorted(v for v in kernel.reads & alive if last[v] == number)
+                free = [v for v in alive if last.get(v) == number]
                 for value in kernel.writes:
                     nbytes = nbytes_of(self.shapes[value])
                     old = [v for v in free if nbytes_of(self.shapes[v]) == nbytes]
                     if old and old[0] not in self.outputs:
-                        alive.discard(old[0])
+                        del alive[old[0]]
                         free.remove(old[0])
-            alive.update(kernel.writes)
+            alive.update(dict.fromkeys(kernel.writes))
             here = kernel.copied_bytes + sum(self.repeated.values())
             here += sum(nbytes_of(self.shapes[v]) for v in alive)
             lent = max(here - self.results_bytes, 0)
             most = max(most, lent + kernel.scratch_bytes)
-            alive = {v for v in alive if v in self.outputs or last.get(v, -1) > number}
+            alive = {
+                v: None for v in alive if v in self.outputs or last.get(v, -1) > number
+            }
         return most
 
 
 def workspace_bytes(node: Node) -> int:
     """That a node allocates while it runs, beside operands and results."""
-    return _Partition(node.equations, set(node.outputs)).workspace_bytes()
+    return _Partition(node.equations, node.writes).workspace_bytes()
 
 
 def _of_body(equations: Sequence[Equation]) -> "_Partition":
@@ -386,27 +387,16 @@ def _of_body(equations: Sequence[Equation]) -> "_Partition":
 
 def inlined(equations: Sequence[Equation]) -> Iterator[Equation]:
     """Equations with what their lowerings consist of in their place."""
-    results = (x for equation in equations for x in equation.results)
-    operands = (x for e in equations for x in e.operands if not isinstance(x, Literal))
-    count = itertools.count(max((*results, *operands), default=0) + 1)
     for equation in equations:
         if equation.lowering is None:
             yield equation
             continue
-        node = lowered(equation)
-        names: dict[int, int | Literal] = dict(enumerate(equation.operands))
-        names |= dict(zip(node.outputs, equation.results, strict=True))
-        for inner in node.equations:
-            for x in (*inner.operands, *inner.results):
-                if not isinstance(x, Literal) and x not in names:
-                    names[x] = next(count)
-            yield dataclasses.replace(
-                inner,
-                operands=tuple(
-                    x if isinstance(x, Literal) else names[x] for x in inner.operands
-                ),
-                results=tuple(names[x] for x in inner.results),  # type: ignore[misc]
-            )
+        graph = lowered(equation)
+        names: dict[int, Any] = dict(
+            zip(graph.arguments, equation.operands, strict=True)
+        )
+        names |= dict(zip(graph.outputs, equation.results, strict=True))
+        yield from body(graph, names)
 
 
 def equation_work(equation: Equation) -> Iterator[Work]:

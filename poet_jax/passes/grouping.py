@@ -23,7 +23,7 @@ import graphlib
 import heapq
 from collections.abc import Iterable
 
-from poet_jax.core.graph import Equation, Graph, Literal, Node, renumber
+from poet_jax.core.graph import Equation, Graph, Node, with_nodes
 
 TINY_BYTES = 4096
 
@@ -131,7 +131,7 @@ class _Coarsener:
                 self.place(number)
         for number in sorted(self.rooted, reverse=True):
             self.place_before_consumers(number)
-        return renumber(self.graph, self.sorted_nodes())
+        return with_nodes(self.graph, self.sorted_nodes())
 
     def place(self, number: int) -> None:
         """Put a node into the deepest of its producers' groups if the edges there
@@ -259,10 +259,6 @@ class _Coarsener:
 
         for member in members:
             append(member)
-        written = {v for n in order for v in nodes[n].writes}
-        reads = tuple(
-            dict.fromkeys(v for n in order for v in nodes[n].reads if v not in written)
-        )
         outside = set(self.graph.outputs)
         writes = tuple(
             v
@@ -270,33 +266,21 @@ class _Coarsener:
             for v in nodes[n].writes
             if v in outside or not inside.issuperset(self.all_readers(v))
         )
-        local = {v: number for number, v in enumerate(reads)}
         equations: dict[int, Equation] = {}
         for n in order:
-            equations[n] = relocate(nodes[n], local)
+            (equations[n],) = nodes[n].equations
             if n in self.turned:
                 equations[n] = turned(equations.pop(self.turned[n]), equations[n])
         own = [n for n in members if n not in self.turned]
         main = nodes[own[-1]]
         extra = f"+{len(own) - 1}" if len(own) > 1 else ""
-        return Node(
+        return Node.of(
             main.name + extra,
-            reads,
+            equations.values(),
             writes,
-            tuple(equations.values()),
-            tuple(local[v] for v in writes),
             main.backward,
             all(nodes[n].repeatable for n in members),
         )
-
-
-def as_node(graph: Graph) -> Node:
-    """All of a graph of single equations as one node, of its arguments and outputs."""
-    reads = (*graph.arguments, *graph.constants)
-    local = {v: number for number, v in enumerate(reads)}
-    equations = tuple(relocate(node, local) for node in graph.nodes)
-    outputs = tuple(local[v] for v in graph.outputs)
-    return Node("all", reads, graph.outputs, equations, outputs)
 
 
 def can_turn(equation: Equation) -> bool:
@@ -328,22 +312,4 @@ def turned(product: Equation, transpose: Equation) -> Equation:
         operand_shapes=product.operand_shapes[::-1],
         results=transpose.results,
         result_shapes=transpose.result_shapes,
-    )
-
-
-def relocate(node: Node, local: dict[int, int]) -> Equation:
-    """A single-equation node's equation in the numbering `local`, which it extends."""
-    (equation,) = node.equations
-    numbers = [local[v] for v in node.reads]
-    results = dict(zip(node.outputs, node.writes, strict=True))
-    for number in equation.results:
-        # A result that nobody reads still needs a number of its own.
-        key = results.get(number, -1 - len(local))
-        numbers.append(local.setdefault(key, len(local)))
-    return dataclasses.replace(
-        equation,
-        operands=tuple(
-            x if isinstance(x, Literal) else numbers[x] for x in equation.operands
-        ),
-        results=tuple(numbers[len(node.reads) :]),
     )

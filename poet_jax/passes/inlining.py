@@ -11,12 +11,21 @@ planner that rematerialises.
 """
 
 import dataclasses
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 
-from poet_jax.core.graph import Equation, Graph, Literal, Node, Value, renumber
+from poet_jax.core.graph import (
+    Equation,
+    Graph,
+    Inner,
+    Literal,
+    Name,
+    Node,
+    Value,
+    with_nodes,
+)
 from poet_jax.passes.grouping import HEAVY, TINY_BYTES
 
 
@@ -37,30 +46,6 @@ def inline_cheap(graph: Graph) -> Graph:
     return recomputer.result()
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Row:
-    """An equation over keys: numbers of values, and others for what stays inside."""
-
-    equation: Equation
-    operands: tuple[Any, ...]
-    results: tuple[Hashable, ...]
-
-    @property
-    def reads(self) -> list[Hashable]:
-        return [x for x in self.operands if not isinstance(x, Literal)]
-
-    @property
-    def is_reduction(self) -> bool:
-        return self.equation.primitive.name.startswith("reduce")
-
-    def renamed(self, names: dict[Hashable, int]) -> "_Row":
-        operands, results = (
-            tuple(x if isinstance(x, Literal) else names.get(x, x) for x in keys)
-            for keys in (self.operands, self.results)
-        )
-        return _Row(self.equation, operands, results)
-
-
 class _Recomputer:
     def __init__(self, graph: Graph):
         self.graph = graph
@@ -76,58 +61,39 @@ class _Recomputer:
             return self.graph
         graph = dataclasses.replace(self.graph, values=tuple(self.values))
         left = (node for node in self.nodes if node.writes or not node.repeatable)
-        return renumber(graph, left)
+        return with_nodes(graph, left)
 
     def visit(self, number: int) -> None:
         """Let backward nodes compute what they read of a light forward node."""
         node = self.nodes[number]
         if number in self.late or not self.is_light(number):
             return
-        rows, kinds = self.rows(number)
-        reduced = {key for row in rows if row.is_reduction for key in row.results}
+        rows: Sequence[Equation] = node.equations
+        kinds = _kinds(rows)
+        reduced = {x for e in rows if _is_reduction(e) for x in e.results}
         moving = [v for v in node.writes if v not in reduced and self.may_move(v)]
-        stops = {v for v in node.writes if v not in moving and self.is_kept(v)}
-        stops |= reduced
+        kept = {v for v in node.writes if v not in moving and self.is_kept(v)}
+        stops: set[Name] = kept | reduced
         again = [*rows, *_softmax_numerators(rows, stops)]
         read = _reads(_needed(again, moving, stops))
-        taken = sum(_nbytes(kinds[key]) for key in read if not self.is_kept(key))
+        taken = sum(_nbytes(kinds[x]) for x in read if not self.is_kept(x))
         if taken >= sum(self.values[v].nbytes for v in moving):
             return
-        names = {
-            key: self.new_value(node, kinds[key])
-            for key in read
-            if not isinstance(key, int)
-        }
-        rows, again = ([x.renamed(names) for x in each] for each in (rows, again))
-        stops = {names.get(key, key) for key in stops}
+        inner = [x for x in read if isinstance(x, Inner)]
+        names: dict[Name, int] = {x: self.new_value(node, kinds[x]) for x in inner}
+        rows, again = ([e.renamed(names) for e in each] for each in (rows, again))
+        stops = {names.get(x, x) for x in stops}
         for reader in sorted({n for v in moving for n in self.late_readers(v)}):
             own = [v for v in moving if v in self.nodes[reader].reads]
             added = _needed(again, own, stops)
-            both = [*added, *self.rows(reader)[0]]
-            self.replace(reader, both, self.nodes[reader].writes)
+            made = set(_made_by(added))
+            both = [
+                e for e in self.nodes[reader].equations if made.isdisjoint(e.results)
+            ]
+            self.replace(reader, [*added, *both], self.nodes[reader].writes)
         writes = [v for v in node.writes if self.readers[v] or v in self.graph.outputs]
         writes += names.values()
         self.replace(number, _needed(rows, writes, set()), writes)
-
-    def rows(self, number: int) -> tuple[list[_Row], dict[Hashable, Any]]:
-        """The equations of a node, and shapes and dtypes by key."""
-        node = self.nodes[number]
-        keys: dict[int, Hashable] = dict(enumerate(node.reads))
-        keys |= zip(node.outputs, node.writes, strict=True)
-        rows, kinds = [], {}
-
-        def key(local: int) -> Hashable:
-            return keys.setdefault(local, (number, local))
-
-        for e in node.equations:
-            operands = tuple(
-                x if isinstance(x, Literal) else key(x) for x in e.operands
-            )
-            results = tuple(map(key, e.results))
-            rows.append(_Row(e, operands, results))
-            kinds |= zip(operands, e.operand_shapes, strict=True)
-            kinds |= zip(results, e.result_shapes, strict=True)
-        return rows, kinds
 
     def new_value(self, node: Node, kind: jax.ShapeDtypeStruct) -> int:
         """A value for what was inside a node."""
@@ -139,57 +105,34 @@ class _Recomputer:
         self.readers.append(set())
         return number
 
-    def replace(self, number: int, rows: Sequence[_Row], writes: Sequence[int]) -> None:
-        """Let node `number` consist of `rows`."""
-        old, reads = self.nodes[number], _reads(rows)
+    def replace(
+        self, number: int, equations: Iterable[Equation], writes: Iterable[int]
+    ) -> None:
+        """Let node `number` consist of `equations`."""
+        old = self.nodes[number]
+        new = Node.of(old.name, equations, writes, old.backward, old.repeatable)
         for value in old.reads:
             self.readers[value].discard(number)
-        for value in reads:
+        for value in new.reads:
             self.readers[value].add(number)
-        local: dict[Hashable, int] = {}
-
-        def place(key: Hashable) -> int:
-            return local.setdefault(key, len(local))
-
-        list(map(place, reads))
-        equations = [
-            dataclasses.replace(
-                row.equation,
-                operands=tuple(
-                    x if isinstance(x, Literal) else place(x) for x in row.operands
-                ),
-                results=tuple(map(place, row.results)),
-            )
-            for row in rows
-        ]
-        outputs = tuple(map(place, writes))
-        self.nodes[number] = dataclasses.replace(
-            old,
-            reads=tuple(reads),
-            writes=tuple(writes),
-            equations=tuple(equations),
-            outputs=outputs,
-        )
+        self.nodes[number] = new
         self.is_changed = True
 
     def is_light(self, number: int) -> bool:
-        """Whether XLA computes it in loops, and each result by an equation."""
+        """Whether XLA computes it in loops."""
         node = self.nodes[number]
-        made = {local for e in node.equations for local in e.results}
-        heavy = any(
+        return bool(node.equations and node.repeatable) and not any(
             e.primitive.name in HEAVY or e.inner or e.lowering for e in node.equations
         )
-        each = len(made.intersection(node.outputs)) == len(node.writes)
-        return node.repeatable and each and not heavy
 
     def late_readers(self, value: int) -> set[int]:
         return self.readers[value] & self.late
 
-    def is_kept(self, key: Hashable) -> bool:
+    def is_kept(self, value: Name) -> bool:
         """Whether it is in RAM in the backward pass anyway."""
-        if not isinstance(key, int) or key in self.graph.stored:
+        if isinstance(value, Inner) or value in self.graph.stored:
             return False
-        return key in self.always_kept or bool(self.late_readers(key))
+        return value in self.always_kept or bool(self.late_readers(value))
 
     def may_move(self, value: int) -> bool:
         """Whether it is large, and in the backward pass light nodes alone read it."""
@@ -217,67 +160,82 @@ def _nbytes(kind: Any) -> int:
     return kind.size * kind.dtype.itemsize
 
 
-def _softmax_numerators(rows: Sequence[_Row], kept: set[Hashable]) -> Iterator[_Row]:
+def _kinds(equations: Iterable[Equation]) -> dict[Any, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of all that equations read and make."""
+    kinds: dict[Any, jax.ShapeDtypeStruct] = {}
+    for e in equations:
+        kinds |= zip(e.operands, e.operand_shapes, strict=True)
+        kinds |= zip(e.results, e.result_shapes, strict=True)
+    return kinds
+
+
+def _is_reduction(equation: Equation) -> bool:
+    return equation.primitive.name.startswith("reduce")
+
+
+def _softmax_numerators(
+    equations: Sequence[Equation], kept: set[Name]
+) -> Iterator[Equation]:
     """Another way to each exponential that is divided by its own sum, which is kept.
 
     JAX saves both for the backward pass of a softmax. The quotient times the sum is the
     exponential, but for rounding: no term exceeds the sum of all, so what is lost where
     the quotient underflows is nothing beside the others.
     """
-    made_by = _made_by(rows)
+    made_by = _made_by(equations)
 
-    def maker(key: Any, name: str) -> _Row | None:
-        row = None if isinstance(key, Literal) else made_by.get(key)
-        return row if row and row.equation.primitive.name == name else None
+    def maker(x: Any, name: str) -> Equation | None:
+        equation = None if isinstance(x, Literal) else made_by.get(x)
+        return equation if equation and equation.primitive.name == name else None
 
-    for row in rows:
-        if row.equation.primitive.name != "div" or row.results[0] not in kept:
+    for equation in equations:
+        if equation.primitive.name != "div" or equation.results[0] not in kept:
             continue
-        top, bottom = row.operands
+        top, bottom = equation.operands
         spread = maker(bottom, "broadcast_in_dim")
         total = spread and maker(spread.operands[0], "reduce_sum")
         if not (spread and total and maker(top, "exp") and total.operands == (top,)):
             continue
-        top_shape, bottom_shape = row.equation.operand_shapes
-        summed = total.equation.params["axes"]
+        assert not isinstance(top, Literal)
+        top_shape, bottom_shape = equation.operand_shapes
+        summed = total.params["axes"]
         rest = tuple(d for d in range(top_shape.ndim) if d not in summed)
-        if tuple(spread.equation.params["broadcast_dimensions"]) == rest:
-            product = dataclasses.replace(
-                row.equation,
+        if tuple(spread.params["broadcast_dimensions"]) == rest:
+            yield dataclasses.replace(
+                equation,
                 primitive=jax.lax.mul_p,
-                operand_shapes=(*row.equation.result_shapes, bottom_shape),
+                operands=(*equation.results, bottom),
+                results=(top,),
+                operand_shapes=(*equation.result_shapes, bottom_shape),
             )
-            yield _Row(product, (*row.results, bottom), (top,))
 
 
-def _made_by(rows: Iterable[_Row]) -> dict[Hashable, _Row]:
-    return {key: row for row in rows for key in row.results}
+def _made_by(equations: Iterable[Equation]) -> dict[Name, Equation]:
+    return {x: equation for equation in equations for x in equation.results}
 
 
 def _needed(
-    rows: Iterable[_Row], targets: Iterable[Hashable], stops: set[Hashable]
-) -> list[_Row]:
-    """The rows that `targets` are computed by, from `stops` where they meet one.
+    equations: Iterable[Equation], targets: Iterable[Name], stops: set[Name]
+) -> list[Equation]:
+    """Those that `targets` are computed by, from `stops` where they meet one.
 
-    A row stands after those that it reads. Of two rows for one key the last counts.
+    One stands after those that it reads. Of two for one value the last counts.
     """
-    made_by = _made_by(rows)
-    needed: dict[_Row, None] = {}
-    waiting = [made_by[key] for key in targets]
+    made_by = _made_by(equations)
+    needed: dict[Equation, None] = {}
+    waiting = [made_by[x] for x in targets]
     while waiting:
-        row = waiting[-1]
-        before = [
-            made_by[key] for key in row.reads if key in made_by and key not in stops
-        ]
+        equation = waiting[-1]
+        before = [made_by[x] for x in equation.reads if x in made_by and x not in stops]
         before = [x for x in before if x not in needed]
-        if before and row not in needed:
+        if before and equation not in needed:
             waiting.extend(before)
         else:
             needed.setdefault(waiting.pop())
     return list(needed)
 
 
-def _reads(rows: Sequence[_Row]) -> dict[Any, None]:
-    """What rows read that none of them makes, in order."""
-    made = {key for row in rows for key in row.results}
-    return dict.fromkeys(key for row in rows for key in row.reads if key not in made)
+def _reads(equations: Sequence[Equation]) -> dict[Name, None]:
+    """What equations read that none of them makes, in order."""
+    made = _made_by(equations)
+    return dict.fromkeys(x for e in equations for x in e.reads if x not in made)

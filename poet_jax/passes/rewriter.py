@@ -57,7 +57,7 @@ class Rewriter:
     def operands(self, node: Node) -> list[Any]:
         """Of its equation: values of the graph, or `Literal`s."""
         return [
-            x if isinstance(x, Literal) else self._now(node.reads[x])
+            self._now(x) if isinstance(x, int) else x
             for x in node.equations[0].operands
         ]
 
@@ -118,14 +118,11 @@ class Rewriter:
         known = dict(zip(small.arguments, operands, strict=True))
         for node in small.nodes:
             ((equation,), (written,)) = node.equations, node.writes
-            reads = tuple(known[v] for v in node.reads)
+            given = equation.renamed(known).operands
             key = (
                 equation.primitive,
                 repr(sorted(equation.params.items())),
-                tuple(
-                    x.key if isinstance(x, Literal) else reads[x]
-                    for x in equation.operands
-                ),
+                tuple(x.key if isinstance(x, Literal) else x for x in given),
             )
             made = self.maker(self._made.get(key))
             if made is not None:
@@ -140,13 +137,18 @@ class Rewriter:
             self.values.append(
                 dataclasses.replace(small.values[written], name=f"{name}.{value}")
             )
-            self.nodes[number] = dataclasses.replace(
-                node, name=name, reads=reads, writes=(value,), backward=backward
+            made = Node.of(
+                name,
+                [equation.renamed(known)],
+                [value],
+                backward,
+                node.repeatable,
             )
+            self.nodes[number] = made
             self.place[number] = (anchor, number)
             self.producer[value] = number
             self.readers.append(set())
-            for read in reads:
+            for read in made.reads:
                 self.readers[read].add(number)
         return known[small.outputs[0]]
 
@@ -169,24 +171,11 @@ class Rewriter:
         )
 
     def _renamed(self, node: Node) -> Node:
-        """The node with what it reads now, each value once."""
-        if not any(v in self._instead for v in node.reads):
+        """The node with what it reads now."""
+        names = {v: self._now(v) for v in node.reads if v in self._instead}
+        if not names:
             return node
-        (equation,) = node.equations
-        operands = self.operands(node)
-        reads = dict.fromkeys(x for x in operands if not isinstance(x, Literal))
-        local = {v: number for number, v in enumerate(reads)}
-        results = {
-            old: len(reads) + number for number, old in enumerate(equation.results)
-        }
-        equation = dataclasses.replace(
-            equation,
-            operands=tuple(x if isinstance(x, Literal) else local[x] for x in operands),
-            results=tuple(results.values()),
-        )
-        return dataclasses.replace(
-            node,
-            reads=tuple(reads),
-            equations=(equation,),
-            outputs=tuple(results[x] for x in node.outputs),
+        equations = [e.renamed(names) for e in node.equations]
+        return Node.of(
+            node.name, equations, node.writes, node.backward, node.repeatable
         )

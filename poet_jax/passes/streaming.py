@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax.core.graph import Equation, Graph, Literal, Node, Place
+from poet_jax.core.graph import Equation, Graph, Literal, Name, Node, Place, body
 from poet_jax.core.trace import trace
-from poet_jax.passes.grouping import relocate
 from poet_jax.stores.paged import row_blocks
 
 # Equations whose parameters hold no shape, and whose results at an index depend on
@@ -114,7 +113,7 @@ class _Streamer:
             and node.repeatable
             and bool(node.equations)
             and _is_row_scatter(node.equations[-1])
-            and node.equations[-1].results == node.outputs
+            and node.equations[-1].results == node.writes
         )
 
     def is_update(self, node: Node) -> bool:
@@ -130,7 +129,7 @@ class _Streamer:
             and self._rows(v) == rows
             for v in large
         )
-        own = {n for n, v in enumerate(node.reads) if v not in self.graph.stored}
+        own = set(node.reads) - self.graph.stored.keys()
         return (
             unread
             and len(rows) > 1
@@ -171,7 +170,7 @@ class _Streamer:
         assert table is not None
         place, equation = node.reads.index(table), node.equations[-1]
         indexing = dataclasses.replace(
-            node, equations=node.equations[:-1], outputs=(equation.operands[1],)
+            node, equations=node.equations[:-1], writes=equation.operands[1:]
         )
         before: list[int] = []
         for number, rows in enumerate(self._rows(table)):
@@ -197,8 +196,8 @@ class _Streamer:
                 self.part(v, number, rows) if self.has_block(v, number, rows) else v
                 for v in node.reads
             ]
-            outputs, writes = [], []
-            for value, output in zip(node.writes, node.outputs, strict=True):
+            made, writes = [], []
+            for value in node.writes:
                 if self.values[value].shape:
                     place = self.graph.landing[value]
                     writes.append(self.new(value, number, rows))
@@ -207,10 +206,10 @@ class _Streamer:
                     writes.append(value)
                 else:
                     continue  # a scalar, which the first block gives
-                outputs.append(output)
+                made.append(value)
 
-            def updated(*arrays, rows=rows, outputs=outputs):
-                return _updated_rows(node, shape, rows, arrays, outputs)
+            def updated(*arrays, rows=rows, made=made):
+                return _updated_rows(node, shape, rows, arrays, made)
 
             yield self.node(updated, node, rows, reads, writes)
         for value in large:
@@ -257,17 +256,10 @@ class _Streamer:
     ) -> Node:
         """A node of what `fun` does with [R] arrays; reads that it ignores are none."""
         small = trace(fun, *(self.values[v].aval for v in reads))
-        needed = {v for node in small.nodes for v in node.reads}
-        kept = [n for n, v in enumerate(small.arguments) if v in needed]
-        local = {small.arguments[n]: place for place, n in enumerate(kept)}
-        return dataclasses.replace(
-            like,
-            name=f"{like.name}[{rows.start}:{rows.stop}]",
-            reads=tuple(reads[n] for n in kept),
-            writes=tuple(writes),
-            equations=tuple(relocate(node, local) for node in small.nodes),
-            outputs=tuple(local[v] for v in small.outputs),
-        )
+        names = dict(zip(small.arguments, reads, strict=True))
+        names |= dict(zip(small.outputs, writes, strict=True))
+        name = f"{like.name}[{rows.start}:{rows.stop}]"
+        return Node.of(name, body(small, names), writes, like.backward, like.repeatable)
 
 
 def _updated_rows(
@@ -275,20 +267,20 @@ def _updated_rows(
     shape: tuple[int, ...],
     rows: slice,
     arrays: tuple[jax.Array, ...],
-    outputs: list[int],
+    made: list[int],
 ) -> list[jax.Array]:
-    """Local values of an update of arrays of `shape`, each for some rows only.
+    """What an update of arrays of `shape` has `made`, each for some rows only.
 
     `arrays` are what the node reads, whole or these rows of it.
     """
     part_shape = (rows.stop - rows.start, *shape[1:])
-    local: dict[int, Any] = dict(enumerate(arrays))
-    sliced: dict[tuple[int, int], jax.Array] = {}  # (operand, dimension): its rows
+    known: dict[Name, Any] = dict(zip(node.reads, arrays, strict=True))
+    sliced: dict[tuple[Name, int], jax.Array] = {}  # (operand, dimension): its rows
 
-    def part(operand: int, described: jax.ShapeDtypeStruct, dimension: int):
+    def part(operand: Name, described: jax.ShapeDtypeStruct, dimension: int):
         """The rows of an operand, along one of its dimensions."""
-        array = local[operand]
-        if operand >= len(arrays) or array.shape != described.shape:
+        array = known[operand]
+        if operand not in node.reads or array.shape != described.shape:
             return array  # has been cut
         if (operand, dimension) not in sliced:
             sliced[operand, dimension] = lax.slice_in_dim(
@@ -298,7 +290,7 @@ def _updated_rows(
 
     for equation in node.equations:
         operands: list[Any] = [
-            x.value if isinstance(x, Literal) else local[x] for x in equation.operands
+            x.value if isinstance(x, Literal) else known[x] for x in equation.operands
         ]
         params = equation.params
         if _is_row_scatter(equation):
@@ -313,8 +305,8 @@ def _updated_rows(
             if params.get("shape") == shape:
                 params = params | {"shape": part_shape}
         results = dataclasses.replace(equation, params=params).bind(operands)
-        local.update(zip(equation.results, results, strict=True))
-    return [local[x] for x in outputs]
+        known.update(zip(equation.results, results, strict=True))
+    return [known[v] for v in made]
 
 
 def _gathered_rows(
@@ -347,32 +339,9 @@ def _widened(indices: jax.Array) -> jax.Array:
 
 def _joined(first: Node, second: Node) -> Node:
     """One node of two, for what only the second one reads of the first."""
-    reads = tuple(
-        dict.fromkeys(v for v in (*second.reads, *first.reads) if v not in first.writes)
-    )
-    place = {v: n for n, v in enumerate(reads)}
-    count = len(reads)
-    equations, local = [], {}
-    for node in (first, second):
-        local: dict[int, int] = {n: place[v] for n, v in enumerate(node.reads)}
-        for equation in node.equations:
-            for result in equation.results:
-                local[result], count = count, count + 1
-            operands = (
-                x if isinstance(x, Literal) else local[x] for x in equation.operands
-            )
-            results = (local[x] for x in equation.results)
-            equations.append(
-                dataclasses.replace(
-                    equation, operands=tuple(operands), results=tuple(results)
-                )
-            )
-        place |= {v: local[x] for v, x in zip(node.writes, node.outputs, strict=True)}
-    return dataclasses.replace(
-        second,
-        reads=reads,
-        equations=tuple(equations),
-        outputs=tuple(local[x] for x in second.outputs),
+    equations = (*first.equations, *second.equations)
+    return Node.of(
+        second.name, equations, second.writes, second.backward, second.repeatable
     )
 
 
@@ -383,7 +352,7 @@ def _holds(equation: Equation, shape: tuple[int, ...]) -> bool:
     )
 
 
-def _is_by_rows(equation: Equation, shape: tuple[int, ...], own: set[int]) -> bool:
+def _is_by_rows(equation: Equation, shape: tuple[int, ...], own: set[Any]) -> bool:
     """Whether what it makes of `shape` is made index by index, or is a scatter.
 
     `own` holds the numbers of what its node reads in RAM, which may also be transposed.
@@ -441,10 +410,8 @@ def _gathered_from(node: Node) -> int | None:
         and tuple(equation.params["slice_sizes"][1:]) == table.shape[1:]
         and equation.params["mode"] in _GATHER_MODES
         and jnp.issubdtype(indices.dtype, jnp.signedinteger)
-        and equation.results == node.outputs
+        and equation.results == node.writes
     )
-    if isinstance(operand, Literal) or operand >= len(node.reads) or not gathers_rows:
+    if not (isinstance(operand, int) and operand in node.reads and gathers_rows):
         return None
-    if any(operand in x.operands for x in others):
-        return None
-    return node.reads[operand]
+    return None if any(operand in x.operands for x in others) else operand

@@ -10,7 +10,7 @@ import jax
 from poet_jax.api.schedule import Schedule, make_schedule
 from poet_jax.api.transform import Scheduled
 from poet_jax.core.costs import Costs
-from poet_jax.core.graph import Graph, renumber
+from poet_jax.core.graph import Graph, with_nodes
 from poet_jax.core.plan import parse_budget
 from poet_jax.core.trace import path_name, without_dead_code
 from poet_jax.planners.milp.choice import Choice
@@ -247,7 +247,7 @@ def _part(graph: Graph, leaves: _Leaves) -> Graph:
     )
     donated = graph.donated.intersection(arguments)
     graph = dataclasses.replace(graph, arguments=arguments, donated=donated)
-    return renumber(graph, graph.nodes)
+    return with_nodes(graph, graph.nodes)
 
 
 def _ancestors(graph: Graph, values: Iterable[int]) -> set[int]:

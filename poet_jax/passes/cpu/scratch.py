@@ -10,9 +10,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from poet_jax.core.graph import Equation, Node
+from poet_jax.core.graph import Equation, Graph, Node
 from poet_jax.core.trace import trace
-from poet_jax.passes.grouping import as_node
 
 
 def nbytes_of(array: Any) -> int:
@@ -24,7 +23,7 @@ def scratch_bytes(equation: Equation) -> int:
     """That libraries allocate while an equation runs: of a loop or of another way to
     compute it, the most of what it consists of."""
     if equation.lowering is not None:
-        return node_scratch(lowered(equation))
+        return max(map(node_scratch, lowered(equation).nodes), default=0)
     bodies = [scratch_bytes(e) for body, _ in equation.inner for e in body]
     rule = _RULES.get(equation.primitive.name)
     own = 0 if rule is None or not equation.operand_shapes else rule(equation)
@@ -36,12 +35,11 @@ def node_scratch(node: Node) -> int:
     return max(map(scratch_bytes, node.equations), default=0)
 
 
-def lowered(equation: Equation) -> Node:
-    """What the `lowering` of an equation consists of, its operands first."""
+def lowered(equation: Equation) -> Graph:
+    """What the `lowering` of an equation consists of, as a graph of its operands."""
     lowering = equation.lowering
     assert lowering is not None
-    fun = trace(lambda *xs: lowering(equation.params, *xs), *equation.operand_shapes)
-    return as_node(fun)
+    return trace(lambda *xs: lowering(equation.params, *xs), *equation.operand_shapes)
 
 
 def _of_convolution(equation: Equation) -> int:
