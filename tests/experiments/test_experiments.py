@@ -9,7 +9,6 @@ import math
 import pathlib
 import pickle
 import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -18,6 +17,7 @@ import pytest
 from absl import flags
 from absl.testing import flagsaver
 from flax import nnx
+from processes import run_module
 
 import poet_jax
 from experiments import explain, models, train
@@ -330,14 +330,6 @@ def test_bad_flags_end_with_a_message(tmp_path, values, says):
         run_train(tmp_path, **({"device": "JETSON_TX2"} | values))
 
 
-def run_module(name, output, *flags):
-    """The output of `python -m experiments.<name>`, which defines flags of its own."""
-    command = [sys.executable, "-m", f"experiments.{name}", f"--output={output}"]
-    done = subprocess.run([*command, *flags], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def test_the_demo_runs(tmp_path):
     flags = ("--model=cnn:width=8", "--batch_size=8", "--steps=2", "--time_limit=2")
     output = run_module("demo", tmp_path, "--budget=90%", *flags)
@@ -465,21 +457,6 @@ def test_compile_seconds_are_of_any_thread_and_counted_once(monkeypatch):
             listeners[0](measuring.BACKEND_COMPILE, took)
             listeners[0]("/jax/core/compile/jaxpr_trace_duration", 5.0)
     assert seconds() == 4.0 and not listeners
-
-
-def test_nothing_grows_over_hundreds_of_steps(tmp_path):
-    run_module("benchmarks.endurance", tmp_path, "--steps=240")
-    result = json.loads((tmp_path / "endurance.json").read_text())
-    times = ("after_a_tenth", "halfway", "at_the_end")
-    early, middle, late = (result[time] for time in times)
-    assert result["bytes_paged_in"] and result["recomputed"]
-    assert result["losses"][1] < result["losses"][0]
-    for name in ("store_bytes", "file_bytes", "threads", "open_files"):
-        assert late[name] <= early[name], name
-    # What is allocated once comes in one half; the smallest array of a step has 2**18.
-    first = (middle["resident_bytes"] - early["resident_bytes"]) / 96
-    second = (late["resident_bytes"] - middle["resident_bytes"]) / 119
-    assert min(first, second) < 2**15
 
 
 def test_state_on_storage_trains_as_jit_does(tmp_path):

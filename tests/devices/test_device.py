@@ -3,7 +3,6 @@
 import csv
 import dataclasses
 import math
-import pathlib
 import types
 
 import jax
@@ -13,7 +12,6 @@ import pytest
 from toy import STAGES
 
 import poet_jax
-from experiments import devices
 from poet_jax.core.costs import node_flops
 from poet_jax.core.graph import node_signature
 
@@ -271,11 +269,6 @@ def test_a_file_without_the_columns_is_refused(tmp_path):
     path.write_text("node,time\na,1\n")
     with pytest.raises(ValueError, match="write_node_costs"):
         poet_jax.price(graph_of(), dataclasses.replace(BOARD, node_costs=str(path)))
-
-
-def test_the_page_of_devices_is_up_to_date():
-    page = pathlib.Path(__file__).parents[1] / "docs" / "reference" / "devices.md"
-    assert page.read_text() == devices.page()
 
 
 def test_energy_is_what_the_formulas_say_by_hand():

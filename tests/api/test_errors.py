@@ -1,49 +1,20 @@
 """An error says what was asked, what is possible and what to type; nothing is left."""
 
-import functools
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
-import textwrap
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import assert_three_sentences
 from flax import nnx
 from toy import OPTIONS, W, X, gradient, schedule
 
 import poet_jax
-from poet_jax.core.plan import PageIn
-
-
-def assert_three_sentences(error, *facts):
-    """At least three sentences, and each of the facts somewhere in them."""
-    message = str(error)
-    assert len(re.findall(r"[.?!](?=\s|$)", message)) >= 3, message
-    for fact in facts:
-        assert str(fact) in message, (fact, message)
-
-
-def paging(store=None, fun=gradient):
-    """The function within the smallest budget at which paging alone makes it fit."""
-    executor = poet_jax.HostExecutor(store) if store is not None else None
-    options = OPTIONS | {"planner": poet_jax.planners.paging_only, "executor": executor}
-    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
-        poet_jax.schedule(fun, 1, **options).plan(W, X)
-    return poet_jax.schedule(fun, caught.value.smallest_bytes, **options)
-
-
-def moved(scheduled, kind):
-    """Names of the values that the plan pages in or out."""
-    plan = scheduled.plan(W, X)
-    values = plan.graph.values
-    return {values[a.value].name for a in plan.plan.actions if isinstance(a, kind)}
-
 
 # Budgets.
 
@@ -356,62 +327,6 @@ def test_a_folder_that_is_not_writable_is_refused(tmp_path, monkeypatch):
     assert_three_sentences(caught.value, tmp_path, "not writable")
 
 
-def assert_works(scheduled, store):
-    np.testing.assert_allclose(scheduled(W, X), gradient(W, X), rtol=1e-4, atol=1e-8)
-    assert scheduled.last_run.bytes_paged_in > 0 and store.nbytes == 0
-    assert not os.listdir(store.folder)
-
-
-class Full(poet_jax.FileStore):
-    """Has no room while it is told so."""
-
-    is_full = True
-
-    def allocate(self, nbytes, name):
-        if self.is_full:
-            raise poet_jax.PageStoreError("full")
-        return super().allocate(nbytes, name)
-
-
-def test_a_store_without_room_is_found_before_anything_is_donated(tmp_path):
-    def step(weights, x):
-        return weights - 0.1 * gradient(weights, x), x.sum()
-
-    store = Full(tmp_path)
-    executor = poet_jax.HostExecutor(store)
-    options = OPTIONS | {"planner": poet_jax.planners.paging_only, "executor": executor}
-    train = functools.partial(poet_jax.schedule, step, donate_argnums=0, **options)
-    with pytest.raises(poet_jax.BudgetTooSmall) as too_small:
-        train(1).plan(W, X)
-    scheduled = train(too_small.value.smallest_bytes)
-    state = jnp.copy(W)
-    with pytest.raises(poet_jax.PageStoreError, match="full"):
-        scheduled(state, X)
-    store.is_full = False
-    state, _ = scheduled(state, X)  # is still there
-    assert scheduled.last_run.bytes_paged_out > 0 and store.nbytes == 0
-    np.testing.assert_allclose(state, step(W, X)[0], rtol=1e-4, atol=1e-8)
-
-
-def run_python(code, folder):
-    """A process that has `step(store)`, a step that pages, and the folder's store."""
-    code = f"""
-import os, resource, sys, time
-sys.path.insert(0, {os.path.dirname(__file__)!r})
-import poet_jax
-from test_errors import W, X, paging
-store = poet_jax.FileStore({str(folder)!r})
-step = paging(store)
-{textwrap.dedent(code)}
-"""
-    return subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        text=True,
-    )
-
-
 @pytest.mark.parametrize(
     "planner", [poet_jax.MilpPlanner, poet_jax.PaperPlanner], ids=lambda p: p.__name__
 )
@@ -423,85 +338,6 @@ def test_a_solver_that_does_not_load_says_so(monkeypatch, planner):
         planner(solver="HIGHS")
     monkeypatch.delitem(sys.modules, "mip.highs")
     assert_three_sentences(caught.value, "poet_jax[highs]", "solver='CBC'")
-
-
-def test_a_file_that_may_not_grow_says_so(tmp_path):
-    """Real: the kernel allows files of one sector."""
-    code = """
-    step.plan(W, X)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
-    try:
-        step(W, X)
-    except poet_jax.PageStoreError as error:
-        print(store.nbytes, error)
-    """
-    output, _ = run_python(code, tmp_path).communicate(timeout=120)
-    assert_three_sentences(output, "File too large", "paged out", "store_bytes=")
-    assert output.startswith("0 ") and not os.listdir(tmp_path)
-
-
-@pytest.mark.parametrize("kind", ["flipped", "short"])
-def test_wrong_bytes_are_never_used(tmp_path, kind):
-    """The file is spoiled by a callback of the step, when pages are out."""
-    store, spoils = poet_jax.FileStore(tmp_path), [False]
-
-    def spoil(x):
-        if spoils[0]:
-            with open(f"/proc/self/fd/{store.descriptor()}", "r+b") as file:
-                pages = bytes(byte ^ 1 for byte in file.read())
-                file.seek(0)
-                file.write(pages) if kind == "flipped" else file.truncate()
-        return x
-
-    def loss(w, x):
-        for _ in range(4):
-            x = jnp.tanh(x @ w)
-        return (callback(x) ** 2).mean()
-
-    @jax.custom_vjp
-    def callback(x):
-        return jax.pure_callback(spoil, x, x)
-
-    callback.defvjp(lambda x: (callback(x), None), lambda _, g: (g,))
-    scheduled = paging(store, jax.grad(loss))
-    assert_works(scheduled, store)
-    spoils[0] = True
-    with pytest.raises(poet_jax.PageStoreError) as caught:
-        scheduled(W, X)
-    assert sum(repr(n) in str(caught.value) for n in moved(scheduled, PageIn)) == 1
-    assert_three_sentences(caught.value)
-    assert store.nbytes == 0
-    spoils[0] = False
-    assert_works(scheduled, store)
-
-
-def test_a_killed_process_leaves_no_file(tmp_path):
-    code = """
-    step(W, X)
-    kept = poet_jax.to_storage(X, store, 1)
-    print("paging", flush=True)
-    time.sleep(600)
-    """
-    process = run_python(code, tmp_path)
-    try:
-        assert process.stdout.readline() == "paging\n"
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGKILL
-    assert not os.listdir(tmp_path)
-
-
-def test_two_processes_may_share_a_folder(tmp_path):
-    code = """
-    for _ in range(20):
-        result = step(W, X)
-    print(result.sum())
-    """
-    processes = [run_python(code, tmp_path) for _ in range(2)]
-    totals = [float(x.communicate(timeout=120)[0]) for x in processes]
-    assert totals == [pytest.approx(float(gradient(W, X).sum()), rel=1e-4)] * 2
-    assert not os.listdir(tmp_path)
 
 
 # Files.

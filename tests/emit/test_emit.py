@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -27,20 +28,6 @@ def planned(fun, args, share, planner=poet_jax.greedy, **jit_options):
     if isinstance(plan, poet_jax.BudgetTooSmall):
         plan = planner(graph, costs, poet_jax.Budget(plan.smallest_bytes))
     return graph, costs, poet_jax.lower(graph, plan)
-
-
-def call(emitted, leaves):
-    """The flat outputs for flat arguments, with pages in a store of host memory."""
-    if not emitted.pages:
-        return jax.jit(emitted)(*leaves)
-    store = poet_jax.HostStore()
-    graph = emitted.program.graph
-    places = []
-    for value in emitted.pages:
-        offset = store.allocate(graph.values[value].nbytes, "page")
-        places.append((store.descriptor(), offset // 4096, 0, 0))
-    results = jax.jit(emitted)(*leaves, np.array(places, np.uint32))
-    return jax.block_until_ready(results)[: len(graph.outputs)]
 
 
 @settings(max_examples=20)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import attempt, brute_force, budgeted_graphs, graphs, peak_bytes
+from toy import long_chain
 
 import poet_jax
 from experiments.steps import BENCHMARK_DEVICE, skips_case, traced
@@ -328,25 +329,6 @@ def test_the_highest_crest_is_the_peak(case):
     start = sum(int(costs.nbytes[v]) for v in graph.initial)
     assert max(start, *(live for live, _ in worst)) == judged.usage.peak_bytes
     assert all(node == stage for stage, (_, node) in enumerate(worst))
-
-
-def long_chain(count=40):
-    """Forty values wait for the way back."""
-    values = [poet_jax.core.Value(f"v{i}", 100 + i) for i in range(2 * count)]
-    nodes = [
-        poet_jax.core.Node(f"f{i}", (i - 1,) if i else (), (i,)) for i in range(count)
-    ] + [
-        poet_jax.core.Node(f"b{i}", (count + i - 1, count - 1 - i), (count + i,))
-        for i in range(count)
-    ]
-    graph = poet_jax.Graph(tuple(values), tuple(nodes), outputs=(2 * count - 1,))
-    nbytes = np.array([value.nbytes for value in values])
-    seconds = np.array([1e-6 * (1 + i % 7) for i in range(2 * count)])
-    paging = 2e-8 * nbytes
-    costs = poet_jax.Costs(
-        seconds, seconds, 0 * nbytes, nbytes, paging, paging, paging / 10, paging / 10
-    )
-    return graph, costs
 
 
 def test_a_long_chain_is_planned_within_a_percent_of_the_bound():

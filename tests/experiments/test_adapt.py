@@ -7,8 +7,8 @@ import sys
 
 import numpy as np
 import pytest
+from checks import assert_three_sentences
 from flax import nnx
-from test_errors import assert_three_sentences
 
 from experiments.data import Dataset, load_dataset
 from experiments.sparse import schemes

@@ -11,18 +11,22 @@ import pytest
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from states import (
+    MILP,
+    X,
+    assert_close,
+    case,
+    copied_bytes,
+    resident_case,
+    schedule,
+    state_bytes,
+    values,
+)
 from toy import OPTIONS, tightest
 
 import poet_jax
 from poet_jax.stores import paged
 from poet_jax.stores.paged import PagedArray
-
-OPTIMIZERS = {
-    "adamw": optax.adamw(1e-2),
-    "momentum": optax.sgd(1e-2, momentum=0.9),
-    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2)),
-}
-X = jnp.linspace(-1.0, 1.0, 64 * 128).reshape(64, 128)
 
 
 @pytest.fixture(autouse=True)
@@ -30,48 +34,6 @@ def small_blocks(monkeypatch):
     """Weights of 64 KiB and their moments are on storage, in blocks of 16 KiB."""
     monkeypatch.setattr(paged, "SMALL_BYTES", 4096)
     monkeypatch.setattr(paged, "BLOCK_BYTES", 2**14)
-
-
-def case(name="adamw", layers=3):
-    """(init, step) of a small network with an optimizer."""
-    optimizer = OPTIMIZERS[name]
-
-    def init(key):
-        keys = jax.random.split(key, layers)
-        params = {f"w{i}": jax.random.normal(k, (128, 128)) for i, k in enumerate(keys)}
-        params["bias"] = jnp.zeros(128)
-        return params, optimizer.init(params)
-
-    def loss(params, x):
-        for i in range(layers):
-            x = jnp.tanh(x @ params[f"w{i}"] / 12 + params["bias"])
-        return (x**2).mean()
-
-    def step(state, x):
-        params, moments = state
-        value, gradients = jax.value_and_grad(loss)(params, x)
-        updates, moments = optimizer.update(gradients, moments, params)
-        return (optax.apply_updates(params, updates), moments), value
-
-    return init, step
-
-
-def schedule(step, budget, store, **options):
-    options = OPTIONS | options | {"executor": poet_jax.HostExecutor(store)}
-    return poet_jax.schedule(step, budget, donate_argnums=0, **options)
-
-
-def values(tree):
-    return [np.asarray(x) for x in jax.tree.leaves(tree)]
-
-
-def assert_close(got, expected):
-    for a, b in zip(values(got), values(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
-
-
-def state_bytes(state):
-    return sum(x.nbytes for x in jax.tree.leaves(state) if isinstance(x, PagedArray))
 
 
 @pytest.mark.parametrize(
@@ -112,36 +74,6 @@ def test_the_budget_may_be_a_fraction_of_the_state():
     with pytest.raises(poet_jax.BudgetTooSmall) as caught:
         least.plan(state, X)
     assert caught.value.smallest_bytes < state_bytes(state) / 2.5
-
-
-class Failing(poet_jax.HostStore):
-    """Has room for so many arrays more."""
-
-    left = 10**9
-
-    def allocate(self, nbytes, name):
-        self.left -= 1
-        if self.left < 0:
-            raise poet_jax.PageStoreError(f"no room for {name!r}")
-        return super().allocate(nbytes, name)
-
-
-@pytest.mark.parametrize("count", [0, 1, 7])
-def test_a_step_that_finds_no_room_leaves_the_state_as_it_was(count):
-    init, step = case()
-    store = Failing()
-    state = poet_jax.to_storage(init(jax.random.key(0)), store, 4096)
-    before = values(state)
-    planned = schedule(step, "100%", store)
-    planned.plan(state, X)
-    store.left = count
-    with pytest.raises(poet_jax.PageStoreError, match="no room for"):
-        planned(state, X)
-    store.left = 10**9
-    assert store.nbytes == state_bytes(state)
-    assert all(map(np.array_equal, values(state), before))
-    (state, _), expected = planned(state, X), jax.jit(step)(init(jax.random.key(0)), X)
-    assert_close(state, expected[0])
 
 
 def test_what_storage_cannot_hold_stays_in_ram():
@@ -185,29 +117,6 @@ def test_several_threads_share_a_step_and_a_store(store):
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         states = list(pool.map(train, range(3)))
     assert store.nbytes == state_bytes([first, *states])
-
-
-def test_a_flipped_byte_of_the_state_is_named_and_never_used(tmp_path):
-    init, step = case()
-    store = poet_jax.FileStore(tmp_path)
-    state = poet_jax.to_storage(init(jax.random.key(0)), store, 4096)
-    planned = schedule(step, "100%", store)
-    planned.plan(state, X)
-    before = values(state)
-
-    def flip():
-        with open(f"/proc/self/fd/{store.descriptor()}", "r+b") as file:
-            file.seek(50_000)
-            (byte,) = file.read(1)
-            file.seek(50_000)
-            file.write(bytes([byte ^ 1]))
-
-    flip()
-    with pytest.raises(poet_jax.PageStoreError, match="not those that were written"):
-        planned(state, X)
-    assert store.nbytes == state_bytes(state)
-    flip()
-    assert all(map(np.array_equal, values(state), before))
 
 
 def test_what_is_not_donated_stays_and_what_is_goes():
@@ -523,25 +432,6 @@ def test_two_schedules_may_train_one_state_in_turns(store):
     assert_close(state, expected)
 
 
-MILP = poet_jax.MilpPlanner(time_limit_seconds=5, progress=False)
-
-
-def resident_case(budget="150%", store=None):
-    """(step, state, store) of which a plan keeps some in RAM between steps."""
-    init, fun = case("momentum")
-    store = store or poet_jax.HostStore()
-    state = poet_jax.init_paged(init, store, jax.random.key(0), min_bytes=4096)
-    return schedule(fun, budget, store, planner=MILP), state, store
-
-
-def copied_bytes(tree):
-    return sum(
-        leaf.copied_bytes
-        for leaf in jax.tree.leaves(tree)
-        if isinstance(leaf, PagedArray)
-    )
-
-
 @pytest.mark.parametrize("budget", ["85%", "120%", "1GiB"])
 def test_state_that_the_plan_keeps_in_ram_is_not_paged_in_again(budget):
     step, state, store = resident_case(budget)
@@ -588,21 +478,6 @@ def test_copies_of_state_go_when_another_step_begins_or_memory_is_released():
         state, _ = step(state, X)
     held, _ = other(held, X)
     assert_close(state, held)
-
-
-def test_a_step_that_fails_leaves_state_whole_that_was_in_ram():
-    step, state, store = resident_case("1GiB", Failing())
-    state, _ = step(state, X)
-    before = jax.tree.map(np.asarray, state)
-    assert copied_bytes(state)
-    store.left = 0
-    with pytest.raises(poet_jax.PageStoreError):
-        step(state, X)
-    store.left = 10**9
-    assert_close(state, before)
-    again, _ = step(state, X)
-    expected, _ = jax.jit(case("momentum")[1])(before, X)
-    assert_close(again, expected)
 
 
 def test_frozen_state_stays_in_ram_where_there_is_room(tmp_path):

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import assert_three_sentences
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 from strategies import programs
-from test_errors import assert_three_sentences
 
 import poet_jax
 from poet_jax.core.costs import node_flops

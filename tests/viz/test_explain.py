@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from strategies import DEVICE, HEURISTICS, budgeted_graphs
-from test_golden import chain
-from toy import OPTIONS, W, X, gradient
+from toy import OPTIONS, W, X, chain, gradient
 
 import poet_jax
 from poet_jax.api.schedule import make_schedule

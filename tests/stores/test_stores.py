@@ -1,15 +1,10 @@
 """Pages come back bit for bit, or an error says which did not and why; nothing is left
 behind, and nothing begins before it is needed."""
 
-import concurrent.futures
-import contextlib
 import gc
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
-import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -17,32 +12,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pages import FAILURE, MIB, X, busy, file_of, page, where
 
 import poet_jax
 from poet_jax.stores import library, paged
 from poet_jax.stores import store as store_module
 from poet_jax.stores.paged import PagedArray, block_bytes, row_blocks
-
-MIB = 2**20
-X = jnp.linspace(-1.0, 1.0, 64 * 128).reshape(64, 128)
-
-
-def page(nbytes, seed=0):
-    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
-
-
-def python(code, **environment):
-    """Standard output of a process of its own."""
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert not done.stderr, done.stderr
-    return done.stdout
-
 
 # Stores: room in a file.
 
@@ -94,33 +69,6 @@ def test_room_that_was_reserved_is_on_the_disk_until_the_store_is_closed(tmp_pat
     assert on_disk() == 0
     store.reserve(4096)  # may be used again
     assert 0 < on_disk() < MIB
-
-
-def test_a_full_disk_is_reported_by_name_and_leaves_the_file_as_it_was(tmp_path):
-    said = python(
-        f"""
-        import os, resource, numpy as np, poet_jax
-        store = poet_jax.FileStore({str(tmp_path)!r})
-        kept = poet_jax.PagedArray.of(np.arange(1000, dtype=np.float32), store)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-        for ask in (
-            lambda: store.allocate(2**21, "layer1/kernel"),
-            lambda: store.reserve(2**21),
-            lambda: poet_jax.PagedArray(store, (2**20,), "float32", "layer2/kernel"),
-        ):
-            try:
-                ask()
-            except poet_jax.PageStoreError as error:
-                print(error)
-            assert os.fstat(store.descriptor()).st_size == 4096
-            assert store.nbytes == 4000
-        store.allocate(4096, "small")
-        assert (np.asarray(kept) == np.arange(1000)).all()
-        """
-    ).splitlines()
-    assert all("File too large" in x and "store_bytes" in x for x in said)
-    assert "'layer1/kernel' (2097152 bytes)" in said[0] and str(tmp_path) in said[0]
-    assert "the step has not begun" in said[1] and "'layer2/kernel'" in said[2]
 
 
 def test_a_closed_store_is_empty_and_may_be_used_again(store):
@@ -209,12 +157,6 @@ def at(offset, nbytes):
     return block[start : start + nbytes]
 
 
-def file_of(store, nbytes):
-    """(descriptor, flags, offset) of room in it."""
-    offset = store.allocate(nbytes, "a")
-    return store.descriptor(), int(store.is_direct), offset
-
-
 @settings(max_examples=40)
 @given(
     nbytes=st.integers(0, 12).map(lambda sectors: 4096 * sectors)
@@ -263,54 +205,7 @@ def test_any_change_changes_the_checksum(nbytes, places, change, seed):
     assert (before == after) == np.array_equal(data, changed)
 
 
-@contextlib.contextmanager
-def reopened(store):
-    """Another way to the file, which moves bytes as it likes."""
-    file = os.open(f"/proc/self/fd/{store.descriptor()}", os.O_RDWR)
-    yield file
-    os.close(file)
-
-
-DAMAGES = {
-    "first bytes": lambda file: os.pwrite(file, b"\xff\0\xff", 50),
-    "last byte": lambda file: os.pwrite(file, b"\xff", 9_999),
-    "a sector twice": lambda file: os.pwrite(file, os.pread(file, 4096, 4096), 0),
-    "cut": lambda file: os.ftruncate(file, 9_000),
-    "empty": lambda file: os.ftruncate(file, 0),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_bytes_are_refused_by_name(store, damage):
-    data = page(10_000)
-    data[9_999] = 0
-    file, flags, offset = file_of(store, data.nbytes)
-    checksum = library.write(file, flags, data, offset, "layer1/kernel")
-    with reopened(store) as other:
-        DAMAGES[damage](other)
-    into = np.empty(10_000, np.uint8)
-    reason = "the file ends" if damage in ("cut", "empty") else "not those that were"
-    with pytest.raises(poet_jax.PageStoreError, match=f"'layer1/kernel'.*{reason}"):
-        library.read(file, flags, into, offset, checksum, "layer1/kernel")
-
-
-def test_a_descriptor_that_is_closed_is_reported_by_name():
-    number = os.memfd_create("gone")
-    os.close(number)
-    with pytest.raises(poet_jax.PageStoreError, match="'w'.*Bad file.*Keep a store"):
-        library.write(number, 0, page(10), 0, "w")
-
-
 # The custom calls.
-
-
-def where(store, *sizes):
-    """[P, 4] for `page_out` and `page_in`: room for pages of these sizes."""
-    rows = []
-    for nbytes in sizes:
-        file, flags, offset = file_of(store, nbytes)
-        rows.append((file, offset // 4096, flags, 0))
-    return np.array(rows, np.uint32)
 
 
 def clocks(record):
@@ -322,17 +217,6 @@ def clocks(record):
 def nanoseconds(stamp):
     low, high = map(int, stamp)
     return low | high << 32
-
-
-def busy(x):
-    """What is between two pages, in a branch that XLA cannot remove."""
-
-    def branch(x):
-        for _ in range(3):
-            x = x @ x.T @ x / 100
-        return x
-
-    return jax.lax.cond(x[0, 0] > jnp.inf, jnp.zeros_like, branch, x)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "bool", "complex64"])
@@ -400,53 +284,6 @@ def test_blocks_of_an_array_have_places_and_checksums_of_their_own(store, monkey
     np.testing.assert_array_equal(np.asarray(array), X.at[rows].multiply(2))
 
 
-# JAX has several ways to call a program, and each has an error of its own.
-FAILURE = (jax.errors.JaxRuntimeError, ValueError)
-
-
-def paging(nbytes, after_out=None):
-    """A program that pages out uint8 [nbytes] and in; what happens between is after
-    `after_out`, a function of nothing."""
-
-    @jax.jit
-    def program(x, places):
-        written = library.page_out(x, x[0], places, row=0, name="layer1/kernel")
-        if after_out is not None:
-            written = jax.pure_callback(
-                lambda written: (after_out(), written)[1], written, written
-            )
-        x, _ = library.page_in(
-            ((nbytes,), jnp.uint8),
-            written,
-            written,
-            places,
-            row=0,
-            name="layer1/kernel",
-        )
-        return x
-
-    return program
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_program_fails_by_the_name_of_a_damaged_page(store, damage):
-    data = page(10_000)
-    data[9_999] = 0
-    places = where(store, 10_000)
-
-    def harm():
-        with reopened(store) as file:
-            DAMAGES[damage](file)
-
-    with pytest.raises(FAILURE) as caught:
-        jax.block_until_ready(paging(10_000, harm)(data, places))
-    error = library.page_error(caught.value)
-    assert isinstance(error, poet_jax.PageStoreError)
-    assert str(error).startswith("'layer1/kernel' (10000 bytes) was to be paged in")
-    assert str(error).endswith("FileStore(another_folder).")
-    np.testing.assert_array_equal(paging(10_000)(data, places), data)  # and goes on
-
-
 def test_a_page_of_before_is_held_against_the_checksum_of_its_place(store):
     data = page(5000)
     kept = PagedArray.of(data, store)
@@ -479,159 +316,7 @@ def test_places_and_blocks_that_do_not_fit_are_refused(store, row, blocks):
         jax.block_until_ready(program(page(11), where(store, 11)))
 
 
-def test_a_program_that_fails_waits_for_the_transfers_under_way(store):
-    """So the memory that they work on is theirs until they are done."""
-    n = 16 * MIB
-    places = where(store, n)
-
-    @jax.jit
-    def program(x, other, places):
-        x = x ^ 255
-        slow = library.page_out(x, other[0, 0], places, row=0, name="slow")
-        other = busy(other)
-        fast = library.page_out(other, other[0, 0], places, row=7, name="fast")
-        return slow, fast, busy(other), x.sum()
-
-    for seed in range(5):
-        data = np.full(n, seed, np.uint8)
-        with pytest.raises(FAILURE, match="'fast'"):
-            jax.block_until_ready(program(data, X, places))
-        del data
-        with reopened(store) as file:
-            assert os.pread(file, n, 0) == bytes([seed ^ 255]) * n
-
-
-def test_several_threads_page_through_one_store(store):
-    """One in three fails; the others' pages are none the worse for it."""
-    n, count = 300_001, 6
-
-    @jax.jit
-    def program(x, other, places):
-        records, after = [], x[0]
-        for row in range(count):
-            records.append(
-                library.page_out(x + row, after, places, row=row, name=f"page {row}")
-            )
-            other = busy(other)
-            after = other[0, 0]
-        pages = [
-            library.page_in((x.shape, x.dtype), other, r, places, row=row, name="page")
-            for row, r in enumerate(records)
-        ]
-        return [x for x, _ in pages], library.clock(other, after, x)
-
-    def train(seed):
-        data, places = jnp.asarray(page(n, seed)), where(store, *count * [n])
-        if seed % 3 == 0:
-            places[seed % count, 0] = 2**31 - 1  # nobody's descriptor
-            with pytest.raises(FAILURE, match=f"'page {seed % count}'"):
-                jax.block_until_ready(program(data, X, places))
-        else:
-            pages, _ = program(data, X, places)
-            for row, got in enumerate(pages):
-                np.testing.assert_array_equal(got, data + row)
-
-    with concurrent.futures.ThreadPoolExecutor(3) as pool:
-        list(pool.map(train, range(12)))
-
-
-def test_a_disk_that_is_full_fails_the_program_and_leaves_no_trace_at_exit(tmp_path):
-    said = python(
-        f"""
-        import os, resource, numpy as np, jax, poet_jax
-        from poet_jax.stores import library
-
-        class Sparse(poet_jax.FileStore):
-            def _grow(self, end):
-                self._descriptor()
-
-        store = Sparse({str(tmp_path)!r})
-        offset, number = store.allocate(2**23, "big"), store.descriptor()
-        places = np.array([[number, 0, store.is_direct, 0]], np.uint32)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-        out = jax.jit(lambda x, p: library.page_out(x, x[0], p, row=0, name="big"))
-        try:
-            jax.block_until_ready(out(np.ones(2**23, np.uint8), places))
-        except Exception as error:
-            print(library.page_error(error))
-        """
-    )
-    assert "'big' (8388608 bytes) was to be paged out" in said
-    assert "File too large" in said and "store_bytes" in said
-
-
 # The library.
-
-
-def test_importing_it_builds_and_starts_nothing(tmp_path):
-    python(
-        f"""
-        import os, threading
-        from poet_jax.stores import library
-        assert not os.listdir({str(tmp_path)!r})
-        with open("/proc/self/maps") as file:
-            assert "pages-" not in file.read()
-        """,
-        XDG_CACHE_HOME=str(tmp_path),
-    )
-
-
-ASK = """
-    import poet_jax
-    from poet_jax.stores import library
-    assert library.problem()
-    for _ in range(2):
-        try:
-            library.load()
-        except poet_jax.PageStoreError as error:
-            print(error)
-"""
-
-
-def test_a_compiler_that_is_missing_is_one_sentence(tmp_path):
-    environment = {"XDG_CACHE_HOME": tmp_path, "PATH": tmp_path, "CXX": "/no/such/c++"}
-    said = python(ASK, **{name: str(x) for name, x in environment.items()})
-    assert said == 2 * (
-        "Paging to files needs a C++ compiler, and none of $CXX, c++, g++, clang++ was "
-        "found; install one (Debian: apt-get install g++), or plan without paging with "
-        "MilpPlanner(paging=False).\n"
-    )
-
-
-def test_a_budget_too_small_says_that_nothing_could_be_paged(tmp_path):
-    said = python(
-        """
-        import jax.numpy as jnp, poet_jax
-        try:
-            poet_jax.schedule(jnp.sin, 1).plan(jnp.ones(8))
-        except poet_jax.BudgetTooSmall as error:
-            print(error.__notes__)
-        """,
-        **{"XDG_CACHE_HOME": str(tmp_path), "PATH": str(tmp_path), "CXX": "no-such"},
-    )
-    assert "No value was paged" in said and "install one" in said
-
-
-def test_a_compiler_that_fails_is_quoted_and_not_asked_again(tmp_path):
-    compiler = tmp_path / "compiler"
-    compiler.write_text(
-        '#!/bin/sh\necho called >> "$0.log"\n'
-        'test "$1" = --version && exit 0\n'
-        "echo in pages.cc: >&2; echo pages.cc:1: error: no such luck >&2; exit 1\n"
-    )
-    compiler.chmod(0o755)
-    said = python(ASK, XDG_CACHE_HOME=str(tmp_path), CXX=str(compiler)).splitlines()
-    assert said[0] == said[1] and "no such luck" in said[0] and "g++" in said[0]
-    assert (tmp_path / "compiler.log").read_text() == "called\n" * 2
-    assert not list((tmp_path / "poet_jax").iterdir())
-
-
-def test_a_home_that_cannot_be_written_to_is_done_without():
-    said = python(
-        "from poet_jax.stores import library; print(repr(library.problem()))",
-        XDG_CACHE_HOME="/proc",
-    )
-    assert said == "''\n"
 
 
 # Arrays that live in stores.

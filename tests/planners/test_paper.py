@@ -14,7 +14,7 @@ from strategies import budgeted_graphs
 import poet_jax
 from experiments.paper import layer_graphs
 
-INSTANCES = pathlib.Path(__file__).parents[2] / "shared" / "instances"
+INSTANCES = pathlib.Path(__file__).parents[3] / "shared" / "instances"
 
 
 def optima():

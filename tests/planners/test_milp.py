@@ -3,12 +3,7 @@
 import dataclasses
 import fnmatch
 import gc
-import os
-import shutil
-import subprocess
 import sys
-import threading
-import types
 
 import jax
 import jax.numpy as jnp
@@ -18,51 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import HEURISTICS, attempt, budgeted_graphs, graphs, peak_bytes, solvers
+from toy import twelve_nodes
 
 import poet_jax
 from poet_jax.passes.reordering import late
-from poet_jax.planners.milp import search as milp
-from poet_jax.planners.milp import solver
 
 by_solver = pytest.mark.parametrize("solver", ["CBC", "HIGHS"])
-
-
-def twelve_nodes():
-    """Shrunk from a random graph: n1 runs again while v5 waits for n4 to run again.
-
-    Row (9) for n1 in stage 10 must count v5, which only the later rerun of n4 uses.
-    """
-    nbytes = [0, 10, 6, 12, 2, 9, 9, 6, 6, 11, 3, 10, 1, 7]
-    values = tuple(
-        poet_jax.core.Value(f"v{i}", n, pageable=i not in (2, 7, 10))
-        for i, n in enumerate(nbytes)
-    )
-    reads = [(0,), (1,), (3,), (2, 4), (5,), (6,), (7,), (8, 6), (9, 5), (10, 4)]
-    reads += [(2, 11), (1, 12)]
-    writes = [(1,), (2, 3), *((i,) for i in range(4, 14))]
-    graph = poet_jax.Graph(
-        values,
-        tuple(
-            poet_jax.core.Node(f"n{i}", r, w)
-            for i, (r, w) in enumerate(zip(reads, writes, strict=True))
-        ),
-        arguments=(0,),
-        outputs=(13, 6),
-    )
-
-    def row(*numbers):
-        return np.array(numbers, float)
-
-    return graph, poet_jax.Costs(
-        seconds=row(7, 4, 8, 2, 6, 2, 4, 2, 1, 5, 6, 9),
-        joules=row(1, 9, 3, 6, 1, 6, 3, 4, 5, 6, 2, 4),
-        workspace_bytes=np.array([2, 4, 1, 1, 3, 3, 0, 1, 4, 0, 3, 3]),
-        nbytes=np.array(nbytes),
-        page_in_seconds=row(6, 0, 2, 2, 0, 5, 8, 2, 2, 5, 5, 0, 5, 5),
-        page_out_seconds=row(5, 4, 1, 9, 6, 6, 2, 9, 2, 6, 2, 1, 0, 9),
-        page_in_joules=row(3, 9, 6, 3, 1, 5, 0, 5, 3, 5, 1, 0, 2, 5),
-        page_out_joules=row(8, 7, 6, 7, 3, 4, 9, 3, 3, 3, 3, 3, 9, 6),
-    )
 
 
 @by_solver
@@ -170,76 +126,6 @@ def test_a_key_is_computed_again_and_not_paged():
         plan = planner(graph, costs, poet_jax.Budget(19))
         program = poet_jax.lower(graph, plan)
         assert (program.recomputed, program.last_page_in) == (1, {})
-
-
-@pytest.mark.parametrize("dies", ["at once", "in the solve"])
-def test_a_crash_of_the_solver_leaves_the_best_heuristic(dies, monkeypatch, caplog):
-    graph, costs = twelve_nodes()
-    monkeypatch.setattr(solver, "_idle", {})
-    if dies == "at once":
-        monkeypatch.setattr(sys, "executable", shutil.which("false"))
-    else:
-        monkeypatch.setattr(solver, "GRACE_SECONDS", -1e9)
-    plan = poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(40))
-    assert "CBC gave no answer" in caplog.text
-    assert "the best heuristic's is used" in caplog.text
-    assert plan.status is poet_jax.Status.FEASIBLE
-    usage = poet_jax.simulate(poet_jax.lower(graph, plan), costs)
-    assert usage.peak_bytes <= 40
-    monkeypatch.undo()
-    again = poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(40))
-    assert again.status is poet_jax.Status.OPTIMAL
-    assert again.objective <= plan.objective
-
-
-def test_the_solvers_process_ends_when_planning_is_over(monkeypatch):
-    workers = []
-
-    def started(*args, **options):
-        workers.append(subprocess.Popen(*args, **options))
-        return workers[-1]
-
-    fake = types.SimpleNamespace(**vars(subprocess) | {"Popen": started})
-    monkeypatch.setattr(solver, "subprocess", fake)
-    monkeypatch.setattr(solver, "_idle", {})
-    monkeypatch.setattr(solver, "IDLE_SECONDS", 0.0)
-    graph, costs = twelve_nodes()
-    poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(40))
-    for thread in threading.enumerate():
-        if isinstance(thread, threading.Timer):
-            thread.join()
-    assert [worker.returncode for worker in workers] == [0] * len(workers) != []
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_the_solver_does_not_write_where_the_caller_is(monkeypatch, tmp_path):
-    """CBC writes bad8.mps, and the like, into the folder that its process is in."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(solver, "_idle", {})
-    graph, costs = twelve_nodes()
-    poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(40))
-    (worker,) = solver._idle
-    assert os.readlink(f"/proc/{worker.pid}/cwd") != str(tmp_path)
-    worker.communicate()
-
-
-def test_ctrl_c_returns_the_best_plan_so_far(monkeypatch, caplog):
-    graph, costs = twelve_nodes()
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(solver, "_ask", interrupted)
-    plan = poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(36))
-    assert plan.status is poet_jax.Status.FEASIBLE
-    assert poet_jax.simulate(poet_jax.lower(graph, plan), costs).peak_bytes <= 36
-    assert "interrupted" in caplog.text
-    with pytest.raises(KeyboardInterrupt):  # there is no plan to return
-        poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(32))
-    # In a large graph heuristics come last, and no solver has an answer.
-    monkeypatch.setattr(milp, "MANY_NODES", 5)
-    plan = poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(36))
-    assert poet_jax.simulate(poet_jax.lower(graph, plan), costs).peak_bytes <= 36
 
 
 def test_a_line_shows_how_far_the_planning_is_until_it_is_turned_off(

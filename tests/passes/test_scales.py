@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checks import assert_three_sentences
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
-from test_errors import assert_three_sentences
 from toy import OPTIONS
 
 import poet_jax

@@ -13,9 +13,10 @@ import re
 import jax
 import pytest
 
+from experiments import devices
 from experiments.benchmarks import tables
 
-ROOT = pathlib.Path(__file__).parent.parent
+ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 JAX_OF_PAGES = (0, 10)
 FENCE = re.compile(r"^```(?P<kind>[^\n`]*)\n(?P<body>.*?)^```$", re.M | re.S)
@@ -87,3 +88,8 @@ def test_an_excerpt_is_what_its_file_says(page):
 def test_tables_are_those_of_the_rows_that_are_committed():
     for page in tables.PAGES:
         assert tables.written(page.read_text()) == page.read_text()
+
+
+def test_the_page_of_devices_is_that_of_the_profiles():
+    page = ROOT / "docs" / "reference" / "devices.md"
+    assert page.read_text() == devices.page()

@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import call
 from jax.experimental import io_callback
 from strategies import DEVICE, attempt
-from test_emit import call
 
 import poet_jax
 from poet_jax.emit import emit

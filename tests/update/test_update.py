@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checks import assert_three_sentences
 from flax import nnx
-from test_errors import assert_three_sentences
 from toy import STAGES
 
 import poet_jax

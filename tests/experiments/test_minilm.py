@@ -9,10 +9,10 @@ import sys
 import jax
 import numpy as np
 import pytest
+from checks import assert_three_sentences
 from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
-from test_errors import assert_three_sentences
 
 from experiments.models import TransformerConfig
 from experiments.sparse import minilm, passages
