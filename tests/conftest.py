@@ -38,6 +38,7 @@ def pytest_configure(config):
         "jax_compilation_cache_dir": str(config.cache.mkdir("jax")),
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
+        "jax_numpy_dtype_promotion": "strict",
     }
     for name, value in options.items():
         jax.config.update(name, value)

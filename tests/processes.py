@@ -59,8 +59,8 @@ def run_module(name, output, *flags):
     return done.stdout
 
 
-def run_case(arguments, folder):
-    """What pytest says with these arguments in a process of its own, "" if it passes.
+def run_case(name, folder):
+    """What pytest says of a case in a process of its own, "" if it passes.
 
     Imports take seconds: the process is forked from one that has only imported.
     """
@@ -68,7 +68,7 @@ def run_case(arguments, folder):
     forking.set_forkserver_preload(["optax", "flax", "poet_jax", "processes"])
     with tempfile.TemporaryDirectory() as temporary:
         said = pathlib.Path(temporary) / "said"
-        arguments = [*arguments, f"--basetemp={temporary}/folders"]
+        arguments = [name, f"--basetemp={temporary}/folders"]
         process = forking.Process(target=_case, args=(arguments, folder, said))
         process.start()
         process.join(SECONDS)
@@ -82,11 +82,11 @@ def run_case(arguments, folder):
 
 def _case(arguments, folder, said):
     os.chdir(folder)
-    os.environ[CASE] = "1"
+    os.environ |= {CASE: "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     with open(said, "w") as file:
         for descriptor in (1, 2):
             os.dup2(file.fileno(), descriptor)
-    sys.exit(pytest.main(["-p", "no:xdist", *arguments]))
+    sys.exit(pytest.main(arguments))
 
 
 def workers():

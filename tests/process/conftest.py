@@ -11,10 +11,7 @@ from processes import CASE, run_case
 def pytest_pyfunc_call(pyfuncitem):
     if CASE in os.environ:
         return None  # this is that process
-    options = pyfuncitem.config.option
-    profile = getattr(options, "hypothesis_profile", None)
-    chosen = [f"--hypothesis-profile={profile}"] if profile else []
-    failure = run_case([pyfuncitem.nodeid, *chosen], pyfuncitem.config.rootpath)
+    failure = run_case(pyfuncitem.nodeid, pyfuncitem.config.rootpath)
     if failure:
         pytest.fail(failure, pytrace=False)
     return True
