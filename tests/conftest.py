@@ -1,4 +1,4 @@
-"""One hypothesis profile for all tests, one cache of what was compiled, and the kinds
+"""Two hypothesis profiles, one cache of what was compiled, and the kinds
 of page stores."""
 
 import os
@@ -6,6 +6,7 @@ import os
 import hypothesis
 import jax
 import pytest
+from strategies import EXAMPLES
 
 import poet_jax
 
@@ -14,12 +15,19 @@ hypothesis.settings.register_profile(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=35,
+    max_examples=EXAMPLES,
     suppress_health_check=[
         hypothesis.HealthCheck.too_slow,
         hypothesis.HealthCheck.data_too_large,
         hypothesis.HealthCheck.function_scoped_fixture,
     ],
+)
+hypothesis.settings.register_profile(
+    "nightly",
+    hypothesis.settings.get_profile("poet_jax"),
+    derandomize=False,
+    max_examples=20 * EXAMPLES,
+    print_blob=True,
 )
 hypothesis.settings.load_profile("poet_jax")
 

@@ -1,9 +1,9 @@
 """The front of memory against cost: monotone, within its budgets, with a true bound."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from strategies import brute_force, graphs
+from strategies import brute_force, examples, graphs
 from toy import OPTIONS, W, X, gradient
 
 import poet_jax
@@ -13,7 +13,7 @@ from poet_jax.planners.planner import keep_everything
 @pytest.mark.parametrize(
     "planner", [poet_jax.MilpPlanner(time_limit_seconds=5), poet_jax.greedy]
 )
-@settings(max_examples=15)
+@examples(15)
 @given(case=graphs(max_nodes=7, static_watts=(0.0,)))
 def test_more_memory_never_costs_more_and_the_ends_are_known(planner, case):
     graph, costs = case
@@ -32,7 +32,7 @@ def test_more_memory_never_costs_more_and_the_ends_are_known(planner, case):
         assert objectives[-1] == pytest.approx(front.baseline.joules)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(case=graphs(max_nodes=5, static_watts=(0.0,)))
 def test_every_bound_of_a_front_is_below_what_brute_force_finds(case):
     graph, costs = case
@@ -44,7 +44,7 @@ def test_every_bound_of_a_front_is_below_what_brute_force_finds(case):
         assert brute_force(graph, costs, front.least_bytes - 1) is None
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(case=graphs(max_nodes=6, static_watts=(0.0,)), room=st.integers(0, 20))
 def test_no_point_needs_more_storage_than_the_device_has(case, room):
     graph, costs = case
@@ -56,7 +56,7 @@ def test_no_point_needs_more_storage_than_the_device_has(case, room):
     assert front.smallest_bytes >= free.least_bytes
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     case=graphs(max_nodes=6, static_watts=(0.0,)),
     late=st.lists(st.floats(1.0, 2.0), min_size=2, max_size=3),

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from strategies import DEVICE, HEURISTICS, brute_force, graphs, programs
+from strategies import DEVICE, HEURISTICS, brute_force, examples, graphs, programs
 
 import poet_jax
 from poet_jax.core.in_place import replaceable
@@ -88,7 +88,7 @@ def test_what_the_caller_keeps_or_gets_back_is_not_written_over():
     assert not any(replaceable(kept))
 
 
-@settings(max_examples=4)
+@examples(4)
 @given(case=programs(max_operations=2), name=st.sampled_from(list(HEURISTICS)))
 def test_results_are_the_same_in_place(case, name):
     step, args = case
@@ -168,7 +168,7 @@ def test_memory_that_an_array_shares_with_numpy_is_not_written_over(give, execut
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(case=graphs(max_nodes=5, static_watts=(0.0,)))
 def test_no_plan_needs_less_than_the_floor(case):
     graph, costs = case

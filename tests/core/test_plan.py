@@ -5,9 +5,9 @@ import json
 import os
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from strategies import attempt, budgeted_graphs
+from strategies import attempt, budgeted_graphs, examples
 
 import poet_jax
 from poet_jax.api.schedule import Schedule
@@ -186,7 +186,7 @@ def another_order(graph, rng) -> list[int]:
     return numbers
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(case=budgeted_graphs(), rng=st.randoms(use_true_random=False))
 def test_a_plan_in_another_order_uses_the_same(case, rng):
     graph, costs, memory_bytes = case

@@ -4,9 +4,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from strategies import budgeted_graphs
+from strategies import budgeted_graphs, examples
 
 import poet_jax
 from poet_jax.core.plan import Compute, PageIn, PageOut
@@ -15,7 +15,7 @@ from poet_jax.core.program import moving
 from poet_jax.planners.evict import evict
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(case=budgeted_graphs(), more=st.integers(-10, 30))
 def test_only_frees_move_and_neither_seconds_nor_the_peak_grow(case, more):
     graph, costs, budget = case

@@ -1,8 +1,8 @@
 """`lower` places every Free as early as it can, and refuses what cannot run."""
 
 import pytest
-from hypothesis import given, settings
-from strategies import HEURISTICS, attempt, budgeted_graphs, solvers
+from hypothesis import given
+from strategies import HEURISTICS, attempt, budgeted_graphs, examples, solvers
 
 import poet_jax
 from poet_jax.core.plan import Compute, Free, PageIn, PageOut
@@ -120,7 +120,7 @@ PLANNERS = [*HEURISTICS.values(), solvers()["HIGHS"]]
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-@settings(max_examples=80)
+@examples(80)
 @given(case=budgeted_graphs())
 def test_what_is_in_ram_is_read_again_or_returned(planner, case):
     """After the frees at a point, a value in RAM is pinned, or read before it is next

@@ -5,8 +5,8 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from strategies import HEURISTICS, attempt, budgeted_graphs, solvers
+from hypothesis import given
+from strategies import HEURISTICS, attempt, budgeted_graphs, examples, solvers
 
 import poet_jax
 from poet_jax.core.in_place import replaceable
@@ -177,7 +177,7 @@ def test_the_peak_is_explained():
     assert (node, alive) == ("b", [0, 1])
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(case=budgeted_graphs())
 def test_usage_adds_up(case):
     """Bytes from sets, joules from counts, times within bounds."""

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import call
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from strategies import DEVICE, attempt, budgeted_graphs, programs
+from strategies import DEVICE, attempt, budgeted_graphs, examples, programs
 from toy import W, X, gradient, loss, schedule
 
 import poet_jax
@@ -30,7 +30,7 @@ def planned(fun, args, share, planner=poet_jax.greedy, **jit_options):
     return graph, costs, poet_jax.lower(graph, plan)
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(case=programs(), share=st.floats(0, 1), stage=st.floats(0, 1.2))
 def test_an_emitted_program_computes_what_its_graph_does(case, share, stage):
     fun, args = case
@@ -43,7 +43,7 @@ def test_an_emitted_program_computes_what_its_graph_does(case, share, stage):
         np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=1e-5)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(case=budgeted_graphs(), share=st.floats(0, 2))
 def test_stages_hold_every_instruction_once_and_reads_come_before(case, share):
     graph, costs, budget = case
@@ -70,7 +70,7 @@ def test_stages_hold_every_instruction_once_and_reads_come_before(case, share):
                 known.add(value)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(case=budgeted_graphs())
 def test_without_memory_each_node_is_a_stage_and_with_all_of_it_few_are(case):
     graph, costs, _ = case

@@ -5,8 +5,8 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
-from strategies import attempt, budgeted_graphs
+from hypothesis import given
+from strategies import attempt, budgeted_graphs, examples
 
 import poet_jax
 from experiments.paper import baselines, points
@@ -15,7 +15,7 @@ from poet_jax.core.graph import write_instance
 from poet_jax.planners.planner import fits
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(case=budgeted_graphs())
 def test_planners_after_published_heuristics_keep_the_budget(case):
     graph, costs, memory_bytes = case

@@ -7,7 +7,7 @@ import math
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from strategies import (
     DEVICE,
@@ -16,6 +16,7 @@ from strategies import (
     attempt,
     brute_force,
     budgeted_graphs,
+    examples,
     graphs,
     peak_bytes,
     programs,
@@ -47,7 +48,7 @@ def simulated(graph, costs, plan):
 
 
 @by_planner
-@settings(max_examples=90)
+@examples(90)
 @given(case=budgeted_graphs())
 def test_a_plan_fits_and_costs_what_it_says(name, case):
     graph, costs, budget = case
@@ -63,7 +64,7 @@ def test_a_plan_fits_and_costs_what_it_says(name, case):
 
 
 @by_solver
-@settings(max_examples=60)
+@examples(60)
 @given(case=budgeted_graphs(), late=st.floats(1.0, 1.5), store_bytes=st.integers(0, 20))
 def test_deadline_room_on_storage_and_time_are_kept(solver, case, late, store_bytes):
     graph, costs, memory = case
@@ -80,7 +81,7 @@ def test_deadline_room_on_storage_and_time_are_kept(solver, case, late, store_by
 
 
 @pytest.mark.parametrize("objective", ["time", "energy"])
-@settings(max_examples=60)
+@examples(60)
 @given(case=budgeted_graphs(), late=st.floats(1.0, 1.5), fewer=st.integers(0, 4))
 def test_no_plan_that_is_in_time_is_below_the_bound(objective, case, late, fewer):
     """Nor does more memory lose a plan, or make it dearer."""
@@ -124,7 +125,7 @@ def random_plan(rng, graph, costs):
 
 
 @pytest.mark.parametrize("objective", ["time", "energy"])
-@settings(max_examples=60)
+@examples(60)
 @given(case=graphs(stored=False), seed=st.integers(0, 99), hurried=st.booleans())
 def test_no_random_plan_is_below_the_bound(objective, case, seed, hurried):
     """Within its memory and, at times, its seconds, of which many are waiting."""
@@ -138,7 +139,7 @@ def test_no_random_plan_is_below_the_bound(objective, case, seed, hurried):
     assert plan.bound <= value * (1 + relative)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(case=graphs(stored=False), seed=st.integers(0, 99))
 def test_no_random_plan_breaks_a_row_about_stalls(case, seed):
     graph, costs = case
@@ -154,7 +155,7 @@ def test_no_random_plan_breaks_a_row_about_stalls(case, seed):
         assert least <= plan.usage.seconds * (1 + relative)
 
 
-@settings(max_examples=90)
+@examples(90)
 @given(case=budgeted_graphs(min_nodes=5, max_nodes=8))
 def test_the_published_planner_says_what_its_plan_costs_or_is_refused(case):
     graph, costs, budget = case
@@ -170,7 +171,7 @@ def test_the_published_planner_says_what_its_plan_costs_or_is_refused(case):
 
 
 @by_solver
-@settings(max_examples=50)
+@examples(50)
 @given(case=budgeted_graphs(), remat=st.booleans())
 def test_a_forbidden_means_is_not_used(solver, case, remat):
     graph, costs, budget = case
@@ -187,7 +188,7 @@ def test_a_forbidden_means_is_not_used(solver, case, remat):
 # Law 4.
 
 
-@settings(max_examples=120)
+@examples(120)
 @given(case=budgeted_graphs(max_nodes=5, static_watts=(0.0,)))
 def test_optimal_is_what_brute_force_finds(case):
     graph, costs, budget = case
@@ -203,7 +204,7 @@ def test_optimal_is_what_brute_force_finds(case):
         assert plan.bound <= expected * (1 + relative)
 
 
-@settings(max_examples=90)
+@examples(90)
 @given(case=budgeted_graphs())
 def test_no_heuristic_beats_optimal_and_the_solvers_agree(case):
     graph, costs, budget = case
@@ -229,7 +230,7 @@ def test_no_heuristic_beats_optimal_and_the_solvers_agree(case):
 
 
 @by_planner
-@settings(max_examples=60)
+@examples(60)
 @given(case=budgeted_graphs(), more=st.integers(1, 12))
 def test_more_budget_never_costs_more(name, case, more):
     graph, costs, budget = case
@@ -243,7 +244,7 @@ def test_more_budget_never_costs_more(name, case, more):
 
 
 @by_planner
-@settings(max_examples=60)
+@examples(60)
 @given(case=graphs())
 def test_keep_alls_peak_is_enough_for_keep_all(name, case):
     graph, costs = case
@@ -260,7 +261,7 @@ def test_keep_alls_peak_is_enough_for_keep_all(name, case):
 
 
 @by_planner
-@settings(max_examples=90)
+@examples(90)
 @given(case=graphs())
 def test_the_smallest_budget_works_and_one_byte_less_does_not(name, case):
     graph, costs = case
@@ -279,7 +280,7 @@ def test_the_smallest_budget_works_and_one_byte_less_does_not(name, case):
 
 
 @by_solver
-@settings(max_examples=90)
+@examples(90)
 @given(case=graphs(max_nodes=5, static_watts=(0.0,)))
 def test_what_is_called_exact_is_so_by_brute_force(solver, case):
     graph, costs = case
@@ -297,7 +298,7 @@ def test_what_is_called_exact_is_so_by_brute_force(solver, case):
 
 
 @by_planner
-@settings(max_examples=60)
+@examples(60)
 @given(case=budgeted_graphs())
 def test_plans_survive_json(name, case):
     graph, costs, budget = case
@@ -308,7 +309,7 @@ def test_plans_survive_json(name, case):
 
 
 @by_solver
-@settings(max_examples=30)
+@examples(30)
 @given(case=budgeted_graphs())
 def test_the_same_inputs_give_the_same_plan(solver, case):
     graph, costs, budget = case
@@ -359,7 +360,7 @@ def check_run(fun, args, store, planner, budget):
     return planned
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(
     case=programs(max_operations=3),
     name=st.sampled_from(list(RUNNABLE)),
@@ -373,7 +374,7 @@ def test_random_programs_run_within_the_budget_with_the_same_numbers(
     check_run(*case, store, RUNNABLE[name], f"{percent}%")
 
 
-@settings(max_examples=2)
+@examples(2)
 @given(case=programs(max_operations=3))
 def test_the_published_planners_plans_run_too(case):
     planner = poet_jax.PaperPlanner("HIGHS", time_limit_seconds=10)

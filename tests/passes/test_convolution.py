@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from strategies import DEVICE
+from strategies import DEVICE, examples
 
 import poet_jax
 from poet_jax.passes.cpu import convolution as convolution_file
@@ -60,7 +60,7 @@ def convolutions(draw):
     return convolution, jnp.asarray(image), jnp.asarray(kernel)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(case=convolutions(), cached=st.sampled_from([1, 2**10, 2**20]))
 def test_they_are_the_gradients_of_xla_whatever_stride_padding_and_dilation(
     case, cached
@@ -217,7 +217,7 @@ def depthwise(draw):
     return convolution, jnp.asarray(image), jnp.asarray(kernel)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(case=depthwise(), cached=st.sampled_from([1, 2**10, 2**20]))
 def test_depthwise_convolutions_and_both_gradients_are_those_of_xla(case, cached):
     """Also of images that come in parts; nothing else than floats of full precision is
@@ -287,7 +287,7 @@ def test_a_step_with_wide_convolutions_may_be_transformed_and_traced_over():
         close(each, jnp.stack([expected] * 2))
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(case=convolutions())
 def test_images_have_nothing_to_do_with_each_other(case):
     """One at a time gives the same numbers."""

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from jax.experimental import io_callback
-from strategies import programs
+from strategies import examples, programs
 
 import poet_jax
 from poet_jax.passes.grouping import HEAVY
@@ -224,7 +224,7 @@ def test_a_product_that_is_read_both_ways_stays_as_it_is():
     assert sorted(names) == ["dot_general", "exp", "tanh", "transpose"]
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(case=programs())
 def test_the_same_equations_give_the_same_values(case):
     """Every equation is in one node (broadcasts in one or more, and the transpose of a

@@ -8,8 +8,8 @@ import numpy as np
 import optax
 import pytest
 from flax import linen as nn
-from hypothesis import given, settings
-from strategies import budgeted_graphs, programs
+from hypothesis import given
+from strategies import budgeted_graphs, examples, programs
 
 import poet_jax
 
@@ -32,7 +32,7 @@ def saved_bytes(graph) -> int:
     return sum(graph.values[v].nbytes for v in saved)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(case=programs())
 def test_no_more_is_saved_and_results_are_the_same_but_for_rounding(case):
     step, args = case
@@ -45,7 +45,7 @@ def test_no_more_is_saved_and_results_are_the_same_but_for_rounding(case):
         np.testing.assert_allclose(left, right, rtol=2e-4, atol=1e-5)
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(case=budgeted_graphs())
 def test_an_instance_which_nobody_runs_is_left_as_it_is(case):
     nodes = tuple(dataclasses.replace(n, equations=()) for n in case[0].nodes)

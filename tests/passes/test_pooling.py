@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from strategies import DEVICE
+from strategies import DEVICE, examples
 
 import poet_jax
 from poet_jax.passes.cpu.rules import RULES
@@ -52,7 +52,7 @@ def pools(draw):
     return fun, image, jnp.asarray(slope, jnp.float32), is_apart
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(case=pools())
 def test_they_are_the_gradients_of_xla(case):
     fun, image, slope, is_apart = case
@@ -105,7 +105,7 @@ def test_they_need_less_memory_than_a_scatter():
     assert needs[0] < needs[1] - 2 * image.nbytes
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(data=st.data())
 def test_short_sums_are_the_sums_of_xla(data):
     shape = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=5))

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from strategies import graphs, peak_bytes
+from hypothesis import given
+from strategies import examples, graphs, peak_bytes
 
 import poet_jax
 from poet_jax.passes.reordering import late
@@ -54,7 +54,7 @@ def test_a_producer_of_much_waits_for_its_reader():
     assert names(poet_jax.passes.reorder(graph)) == ["n1", "n2", "n0", "n3"]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(case=graphs(min_nodes=1, max_nodes=12))
 def test_the_peak_is_no_higher_and_the_nodes_are_the_same(case):
     graph, costs = case
@@ -66,7 +66,7 @@ def test_the_peak_is_no_higher_and_the_nodes_are_the_same(case):
     assert peak_bytes(ordered, unordered) <= peak_bytes(graph, unordered)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(case=graphs(min_nodes=1, max_nodes=12))
 def test_effects_keep_their_order(case):
     graph, _ = case
@@ -78,7 +78,7 @@ def test_effects_keep_their_order(case):
     assert once(ordered) == once(graph)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(case=graphs(max_nodes=12))
 def test_ordering_again_raises_nothing(case):
     graph, costs = case
@@ -87,7 +87,7 @@ def test_ordering_again_raises_nothing(case):
     assert peak_bytes(poet_jax.passes.reorder(once), costs) <= peak_bytes(once, costs)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(case=graphs(min_nodes=1, max_nodes=12))
 def test_late_is_another_order_of_the_same_step(case):
     graph, costs = case

@@ -8,9 +8,10 @@ import optax
 import pytest
 from checks import assert_three_sentences
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from strategies import examples
 from toy import OPTIONS
 
 import poet_jax
@@ -117,7 +118,7 @@ def scalings(graph):
 
 
 @STEPS
-@settings(max_examples=2)
+@examples(2)
 @given(blocks=st.integers(1, 3), side=st.integers(1, 3), donate=st.booleans())
 def test_a_folded_step_is_the_step(step, blocks, side, donate):
     """To rounding; what is frozen, to the bit."""

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from checks import assert_three_sentences
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
-from strategies import programs
+from strategies import examples, programs
 
 import poet_jax
 from poet_jax.core.costs import node_flops
@@ -63,7 +63,7 @@ BETWEEN = {
 }
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(data=st.data())
 def test_a_part_of_any_matrix_product_is_a_product_of_parts(data):
     """Batch, contracted and free axes in any order, and steps up to the slice."""
@@ -96,7 +96,7 @@ def test_a_part_of_any_matrix_product_is_a_product_of_parts(data):
     assert product_flops(after) == pytest.approx(share[0] * product_flops(before))
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(data=st.data())
 def test_a_part_of_any_filter_gradient_is_that_of_a_part_of_the_image(data):
     draw = data.draw
@@ -130,7 +130,7 @@ def test_a_part_of_any_filter_gradient_is_that_of_a_part_of_the_image(data):
     assert product_flops(after) == pytest.approx(share * product_flops(before))
 
 
-@settings(max_examples=5)
+@examples(5)
 @given(case=programs())
 def test_a_step_that_slices_nothing_is_left_alone(case):
     fun, args = case

@@ -8,9 +8,16 @@ from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from strategies import attempt, brute_force, budgeted_graphs, graphs, peak_bytes
+from strategies import (
+    attempt,
+    brute_force,
+    budgeted_graphs,
+    examples,
+    graphs,
+    peak_bytes,
+)
 from toy import long_chain
 
 import poet_jax
@@ -27,7 +34,7 @@ by_solver = pytest.mark.parametrize("solver", ["CBC", "HIGHS"])
 
 
 @by_solver
-@settings(max_examples=60)
+@examples(60)
 @given(
     case=budgeted_graphs(max_nodes=5, static_watts=(0.0,)),
     cuts=st.sets(st.integers(0, 4), min_size=1),
@@ -58,7 +65,7 @@ def test_no_plan_costs_less_than_the_bound_wherever_the_cuts_are(
 
 
 @by_solver
-@settings(max_examples=25)
+@examples(25)
 @given(case=budgeted_graphs(max_nodes=6, static_watts=(0.0,)), seed=st.integers(0))
 def test_few_cuts_bound_every_plan_and_say_as_much_as_any_one(solver, case, seed):
     graph, costs, memory_bytes = case
@@ -89,7 +96,7 @@ def test_with_all_windows_more_cuts_never_say_less():
         assert few <= many * (1 + 1e-6)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     case=budgeted_graphs(min_nodes=8, max_nodes=12, static_watts=(0.0,)),
     horizon=st.booleans(),
@@ -107,7 +114,7 @@ def test_rounds_prove_no_more_than_is_true(case, horizon):
         assert plan.bound <= exact.objective * (1 + 1e-6)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     case=budgeted_graphs(min_nodes=6, max_nodes=12),
     cuts=st.sets(st.integers(0, 11), min_size=1, max_size=5),
@@ -137,7 +144,7 @@ def test_what_a_plan_does_is_a_solution_that_costs_no_more(
     assert least <= judged.usage.joules * (1 + 1e-6)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(case=budgeted_graphs(), cuts=st.sets(st.integers(0, 8), min_size=1))
 def test_a_program_is_gone_when_nobody_has_it(case, cuts):
     """Planning makes hundreds of them, and no garbage is collected meanwhile."""
@@ -155,7 +162,7 @@ def test_a_program_is_gone_when_nobody_has_it(case, cuts):
         gc.enable()
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(case=budgeted_graphs(min_nodes=8, max_nodes=12), share=st.floats(0.1, 0.9))
 def test_parts_chosen_anew_make_a_plan_better_or_leave_it(case, share):
     graph, costs, memory_bytes = case
@@ -178,7 +185,7 @@ def test_parts_chosen_anew_make_a_plan_better_or_leave_it(case, share):
 
 
 @by_solver
-@settings(max_examples=30)
+@examples(30)
 @given(
     case=budgeted_graphs(max_nodes=8),
     cuts=st.sets(st.integers(0, 7), min_size=1),
@@ -205,7 +212,7 @@ def test_a_part_of_a_best_solution_leaves_it_the_best(solver, case, cuts, data):
         )
 
 
-@settings(max_examples=10)
+@examples(10)
 @given(case=budgeted_graphs(min_nodes=8, max_nodes=12, static_watts=(0.0,)))
 def test_a_round_that_was_too_short_is_tried_again_for_longer(case):
     """Of a solver that finds nothing in less than three rounds' time."""
@@ -237,7 +244,7 @@ def test_a_round_that_was_too_short_is_tried_again_for_longer(case):
         assert plan.bound <= reference.objective * (1 + 1e-6)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     case=budgeted_graphs(min_nodes=6, max_nodes=10, static_watts=(0.0,)),
     cuts=st.sets(st.integers(0, 9), min_size=2, max_size=4),
@@ -260,7 +267,7 @@ def test_what_the_exact_program_finds_is_no_cheaper_and_possible_here(
 
 
 @by_solver
-@settings(max_examples=60)
+@examples(60)
 @given(case=graphs(max_nodes=5, static_watts=(0.0,)), cut=st.integers(0, 4))
 def test_no_plan_needs_less_memory_than_the_least_at_a_cut(solver, case, cut):
     graph, costs = case
@@ -275,7 +282,7 @@ def test_no_plan_needs_less_memory_than_the_least_at_a_cut(solver, case, cut):
         assert brute_force(graph, costs, below) is None
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     kinds=st.lists(
         st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(4, 9)),
@@ -319,7 +326,7 @@ def test_exchangeable_binaries_are_counted_with_the_same_result(
         assert cbc.infeasible
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(case=graphs())
 def test_the_highest_crest_is_the_peak(case):
     graph, costs = case

@@ -3,9 +3,9 @@
 from collections import Counter
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from strategies import budgeted_graphs
+from strategies import budgeted_graphs, examples
 
 import poet_jax
 from poet_jax.core.graph import Place
@@ -14,7 +14,7 @@ from poet_jax.planners.evict import evict
 from poet_jax.planners.planner import keep_everything, prefetch
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(case=budgeted_graphs(), more=st.integers(0, 10))
 def test_prefetching_is_never_later_and_never_over_the_budget(case, more):
     graph, costs, budget = case

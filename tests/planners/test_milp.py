@@ -10,9 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from strategies import HEURISTICS, attempt, budgeted_graphs, graphs, peak_bytes, solvers
+from strategies import (
+    HEURISTICS,
+    attempt,
+    budgeted_graphs,
+    examples,
+    graphs,
+    peak_bytes,
+    solvers,
+)
 from toy import twelve_nodes
 
 import poet_jax
@@ -34,7 +42,7 @@ def test_a_rerun_waits_for_no_room_that_a_later_rerun_needs(solver):
 
 
 @by_solver
-@settings(max_examples=60)
+@examples(60)
 @given(case=graphs(min_nodes=9, max_nodes=13, static_watts=(0.0,)))
 def test_the_smallest_budget_is_planned_and_proven(solver, case):
     graph, costs = case
@@ -47,7 +55,7 @@ def test_the_smallest_budget_is_planned_and_proven(solver, case):
     assert plan.status is poet_jax.Status.OPTIMAL
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(case=budgeted_graphs(min_nodes=9, max_nodes=13, static_watts=(0.0,)))
 def test_without_stalls_to_pay_for_every_graph_is_solved_to_optimality(case):
     graph, costs, budget = case
@@ -59,7 +67,7 @@ def test_without_stalls_to_pay_for_every_graph_is_solved_to_optimality(case):
 
 
 @by_solver
-@settings(max_examples=4)
+@examples(4)
 @given(case=graphs(min_nodes=33, max_nodes=44), share=st.sampled_from([0.4, 0.7]))
 def test_a_graph_too_long_to_be_exact_has_a_true_bound(solver, case, share):
     graph, costs = case
@@ -142,7 +150,7 @@ def test_a_line_shows_how_far_the_planning_is_until_it_is_turned_off(
     assert capsys.readouterr().err == ""
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     case=budgeted_graphs(static_watts=(0.0,)),
     pin=st.sampled_from(["keep", "never_page", "never_remat"]),

@@ -7,9 +7,9 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from strategies import budgeted_graphs
+from strategies import budgeted_graphs, examples
 
 import poet_jax
 from experiments.paper import layer_graphs
@@ -133,7 +133,7 @@ def test_every_row_of_the_table_was_read():
 
 
 @pytest.mark.parametrize("solver", ["CBC", "HIGHS"])
-@settings(max_examples=40)
+@examples(40)
 @given(case=budgeted_graphs(max_nodes=6), late=st.sampled_from([None, 1.2, 2.0]))
 def test_a_solution_keeps_every_published_row(solver, case, late):
     graph, costs, memory_bytes = case
@@ -144,7 +144,7 @@ def test_a_solution_keeps_every_published_row(solver, case, late):
         check(graph, costs, budget, solution)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(case=budgeted_graphs(max_nodes=6))
 def test_the_solvers_agree_on_the_published_optimum(case):
     graph, costs, memory_bytes = case

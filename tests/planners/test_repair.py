@@ -5,9 +5,9 @@ import itertools
 import math
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from strategies import brute_force, graphs
+from strategies import brute_force, examples, graphs
 
 import poet_jax
 from poet_jax.core.plan import Stages
@@ -16,7 +16,7 @@ from poet_jax.planners.planner import judge, keep_everything
 from poet_jax.planners.repair import evictions, refill
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(case=graphs(static_watts=(0.0,)), share=st.floats(0.3, 1.0))
 def test_evictions_add_cost_until_the_plan_fits_and_refilling_takes_cost_away(
     case, share
@@ -36,7 +36,7 @@ def test_evictions_add_cost_until_the_plan_fits_and_refilling_takes_cost_away(
     assert full.usage.joules <= states[-1].usage.joules
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(case=graphs())
 def test_the_longer_evictions_go_on_the_leaner_is_what_they_find(case):
     graph, costs = case
@@ -53,7 +53,7 @@ def test_the_longer_evictions_go_on_the_leaner_is_what_they_find(case):
     assert peaks[0] == keep_all and peaks[-1] == peak(1e6)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(case=graphs(max_nodes=5, static_watts=(0.0,)), share=st.floats(0.3, 1.0))
 def test_with_room_for_everything_refilling_gives_keep_all(case, share):
     graph, costs = case
@@ -71,7 +71,7 @@ def test_with_room_for_everything_refilling_gives_keep_all(case, share):
         assert full.usage.joules >= least * (1 - 1e-9)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(case=graphs())
 def test_a_staged_plan_is_read_back_from_its_actions(case):
     graph, costs = case
@@ -88,7 +88,7 @@ def test_a_staged_plan_is_read_back_from_its_actions(case):
     )
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(case=graphs())
 def test_what_waits_at_the_peak_is_alive_and_read_later(case):
     graph, costs = case

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from states import (
     MILP,
@@ -22,6 +22,7 @@ from states import (
     state_bytes,
     values,
 )
+from strategies import examples
 from toy import OPTIONS, tightest
 
 import poet_jax
@@ -234,7 +235,7 @@ UPDATES = (
 )
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(
     rows=st.integers(1, 300),
     columns=st.sampled_from([1, 128, 300]),
@@ -282,7 +283,7 @@ GATHERS = {
 }
 
 
-@settings(max_examples=8)
+@examples(8)
 @given(
     rows=st.integers(1, 300),
     columns=st.sampled_from([1, 30]),

@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pages import FAILURE, MIB, X, busy, file_of, page, where
+from strategies import examples
 
 import poet_jax
 from poet_jax.stores import library, paged
@@ -22,7 +23,7 @@ from poet_jax.stores.paged import PagedArray, block_bytes, row_blocks
 # Stores: room in a file.
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     moves=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40_000)), max_size=40)
 )
@@ -157,7 +158,7 @@ def at(offset, nbytes):
     return block[start : start + nbytes]
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(
     nbytes=st.integers(0, 12).map(lambda sectors: 4096 * sectors)
     | st.integers(0, 50_000)
@@ -177,7 +178,7 @@ def test_bytes_may_be_anywhere_in_memory(make, nbytes, offsets):
     np.testing.assert_array_equal(data, expected)
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(
     nbytes=st.integers(4096, 30_000),
     places=st.lists(st.integers(0, 2**31), min_size=2, max_size=2),

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from strategies import DEVICE, HEURISTICS, budgeted_graphs
+from hypothesis import given
+from strategies import DEVICE, HEURISTICS, budgeted_graphs, examples
 from toy import OPTIONS, W, X, chain, gradient
 
 import poet_jax
@@ -415,7 +415,7 @@ class Page(html.parser.HTMLParser):
             self.tables[-1][-1][-1] += data
 
 
-@settings(max_examples=5)
+@examples(5)
 @given(budgeted_graphs())
 def test_a_page_stands_alone_and_has_a_row_for_each_value(tmp_path, problem):
     for schedule in itertools.islice(schedules(problem), 1):
@@ -433,7 +433,7 @@ def test_a_page_stands_alone_and_has_a_row_for_each_value(tmp_path, problem):
         assert sorted(keys[::4]) == sizes
 
 
-@settings(max_examples=5)
+@examples(5)
 @given(budgeted_graphs())
 def test_figures_of_any_schedule_are_drawn(tmp_path, problem):
     for schedule in itertools.islice(schedules(problem), 1):
