@@ -1,10 +1,12 @@
 """Two hypothesis profiles, one cache of what was compiled, and the kinds
 of page stores."""
 
+import functools
 import os
 
 import hypothesis
 import jax
+import optax
 import pytest
 from strategies import EXAMPLES
 
@@ -46,11 +48,31 @@ def pytest_configure(config):
         "jax_compilation_cache_dir": str(config.cache.mkdir("jax")),
         "jax_persistent_cache_min_compile_time_secs": 0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
-        "jax_numpy_dtype_promotion": "strict",
     }
     for name, value in options.items():
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)  # of experiments that tests start
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    optax.tree.bias_correction = promoting(optax.tree.bias_correction)
+
+
+def promoting(function):
+    """A function of others in which types are promoted: Adam raises a float to the
+    power of an integer."""
+
+    @functools.wraps(function)
+    def promoted(*args):
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*args)
+
+    return promoted
+
+
+@pytest.fixture
+def standard_promotion():
+    """For tests of how types are promoted, and of models that promote them."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 @pytest.fixture(params=["HostStore", "FileStore"])

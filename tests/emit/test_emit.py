@@ -171,7 +171,7 @@ def test_keys_and_integers_leave_stages():
     def step(key, x):
         first, second = jax.random.split(key)
         bits = jax.random.bits(first, (16,))
-        return second, jnp.tanh(x) * (bits % 2 == 0), bits
+        return second, jnp.where(bits % 2 == 0, jnp.tanh(x), 0.0), bits
 
     args = jax.random.key(7), jnp.ones(16)
     _, costs, program = planned(step, args, 1.0)

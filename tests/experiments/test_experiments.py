@@ -407,6 +407,7 @@ SMALL = ("encoder2_bfloat16", "gpt2", "vit", "mixer", "gru_unrolled", "gru_scan"
 
 
 @pytest.mark.parametrize("name", SMALL)
+@pytest.mark.usefixtures("standard_promotion")
 def test_a_small_step_returns_a_state_like_the_one_it_is_given(name):
     case = SMALL_STEPS[name]()
     state, batch = jax.eval_shape(case.init)
