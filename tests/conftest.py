@@ -1,11 +1,14 @@
-"""One hypothesis profile for all tests, one cache of what was compiled, and the kinds
+"""Two hypothesis profiles, one cache of what was compiled, and the kinds
 of page stores."""
 
+import functools
 import os
 
 import hypothesis
 import jax
+import optax
 import pytest
+from strategies import EXAMPLES
 
 import poet_jax
 
@@ -14,12 +17,19 @@ hypothesis.settings.register_profile(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=35,
+    max_examples=EXAMPLES,
     suppress_health_check=[
         hypothesis.HealthCheck.too_slow,
         hypothesis.HealthCheck.data_too_large,
         hypothesis.HealthCheck.function_scoped_fixture,
     ],
+)
+hypothesis.settings.register_profile(
+    "nightly",
+    hypothesis.settings.get_profile("poet_jax"),
+    derandomize=False,
+    max_examples=20 * EXAMPLES,
+    print_blob=True,
 )
 hypothesis.settings.load_profile("poet_jax")
 
@@ -42,6 +52,27 @@ def pytest_configure(config):
     for name, value in options.items():
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)  # of experiments that tests start
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    optax.tree.bias_correction = promoting(optax.tree.bias_correction)
+
+
+def promoting(function):
+    """A function of others in which types are promoted: Adam raises a float to the
+    power of an integer."""
+
+    @functools.wraps(function)
+    def promoted(*args):
+        with jax.numpy_dtype_promotion("standard"):
+            return function(*args)
+
+    return promoted
+
+
+@pytest.fixture
+def standard_promotion():
+    """For tests of how types are promoted, and of models that promote them."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 @pytest.fixture(params=["HostStore", "FileStore"])

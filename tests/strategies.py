@@ -5,6 +5,7 @@ import dataclasses
 import heapq
 import itertools
 
+import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +17,13 @@ from poet_jax.core.in_place import replaceable
 from poet_jax.planners.planner import floor_bytes, keep_everything
 
 DEVICE = poet_jax.devices.RASPBERRY_PI_4
+EXAMPLES = 35  # of a law that does not say how many
+
+
+def examples(count):
+    """Settings of so many examples, in proportion to those of the profile."""
+    profile = hypothesis.settings.default.max_examples
+    return hypothesis.settings(max_examples=count * profile // EXAMPLES)
 
 
 def solvers(**options):

@@ -109,10 +109,10 @@ def _most_held() -> Iterator[Callable[[], int]]:
 class MemoryGroup:
     """A cgroup, of version 1 or 2, in which processes share a limit."""
 
-    def __init__(self, name: str):
-        old, new = ROOT / "memory", ROOT / "cgroup.controllers"
+    def __init__(self, name: str, root: pathlib.Path = ROOT):
+        old, new = root / "memory", root / "cgroup.controllers"
         self._is_new = new.exists()
-        parent = ROOT if self._is_new else old
+        parent = root if self._is_new else old
         self.folder = parent / name
         try:
             if self._is_new and "memory" not in new.read_text().split():

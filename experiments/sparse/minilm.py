@@ -109,7 +109,8 @@ class MiniLM(nnx.Module):
         x = self.norm(self.token(tokens) + self.position[: tokens.shape[1]])
         for block in self.blocks:
             x = block(x, bias)
-        weights = present[..., None] / present.sum(1)[:, None, None]
+        counted = present.astype(x.dtype)
+        weights = counted[..., None] / counted.sum(1)[:, None, None]
         return (x * weights).sum(1)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ chapter.
 
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -46,15 +46,18 @@ class Task:
     held_out: Dataset
 
 
-def chapters_task(word_piece: WordPiece, length: int = 128) -> Task:
+def chapters_task(
+    word_piece: WordPiece, length: int = 128, chapters: Mapping[str, str] = CHAPTERS
+) -> Task:
     """The passages as tokens [N, length], cut or padded, with their chapters' numbers.
 
-    Every third passage is held out.
+    `chapters` has the topics of each, separated by spaces. Every third passage is held
+    out.
     """
     seen: set[str] = set()
     found = [
         (text, number)
-        for number, names in enumerate(CHAPTERS.values())
+        for number, names in enumerate(chapters.values())
         for text in passages(names.split(), word_piece, seen)
     ]
     texts, labels = zip(*found, strict=True)
@@ -64,7 +67,7 @@ def chapters_task(word_piece: WordPiece, length: int = 128) -> Task:
     def part(chosen) -> Dataset:
         vocabulary = len(word_piece.pieces)
         return Dataset(
-            inputs[chosen], labels[chosen], len(CHAPTERS), "chapters", vocabulary
+            inputs[chosen], labels[chosen], len(chapters), "chapters", vocabulary
         )
 
     return Task(part(~held_out), part(held_out))

@@ -43,7 +43,10 @@ def token_of(arrays: Sequence[jax.Array]) -> jax.Array:
     token = jnp.uint32(0)
     for x in arrays:
         first = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
-        token += first if x.dtype == token.dtype else (first != 0).astype(token.dtype)
+        is_token = x.dtype == token.dtype
+        token += (
+            first if is_token else (first != jnp.zeros_like(first)).astype("uint32")
+        )
     return token
 
 

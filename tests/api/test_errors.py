@@ -1,0 +1,424 @@
+"""An error says what was asked, what is possible and what to type; nothing is left."""
+
+import json
+import os
+import re
+import sys
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from checks import assert_three_sentences
+from flax import nnx
+from toy import OPTIONS, W, X, gradient, schedule
+
+import poet_jax
+
+# Budgets.
+
+
+@pytest.mark.parametrize(
+    "planner", [poet_jax.greedy, poet_jax.MilpPlanner(time_limit_seconds=5)]
+)
+def test_a_budget_too_small_says_which_one_works(planner):
+    options = OPTIONS | {"planner": planner}
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        poet_jax.schedule(gradient, "5KiB", **options)(W, X)
+    error = caught.value
+    assert_three_sentences(error, error.smallest_bytes, error.node, error.values[0])
+    assert "5.0 KiB" in str(error)
+    scheduled = poet_jax.schedule(gradient, error.smallest_bytes, **options)
+    np.testing.assert_allclose(scheduled(W, X), gradient(W, X), rtol=1e-4, atol=1e-8)
+    graph = scheduled.plan(W, X).graph
+    assert error.node in {node.name for node in graph.nodes}
+    names = {value.name for value in graph.values}
+    assert set(error.values) <= names | {"results"}
+    assert error.least_bytes <= error.smallest_bytes
+
+
+@pytest.mark.parametrize(
+    ("budget", "fact"),
+    [
+        ("64 potatoes", "64 potatoes"),
+        ("64", "64"),
+        ("", "''"),
+        ("abc%", "abc%"),
+        ("nan%", "nan"),
+        ("0%", "0"),
+        ("-5%", "-"),
+        ("-5MiB", "-5MiB"),
+        ("0B", "0"),
+        (0, "0"),
+        (-1, "-1"),
+        (0.5, "0.5"),
+        (float("nan"), "nan"),
+        (True, "True"),
+        ([64], "list"),
+        (b"64MiB", "bytes"),
+    ],
+    ids=str,
+)
+def test_what_is_no_budget_is_refused_when_it_is_given(budget, fact):
+    with pytest.raises(ValueError) as caught:
+        poet_jax.schedule(gradient, budget)
+    assert_three_sentences(caught.value, fact, "Type")
+
+
+def test_a_missing_budget_is_named():
+    with pytest.raises(ValueError) as caught:
+        poet_jax.schedule(gradient)
+    assert_three_sentences(caught.value, "without a budget")
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("solver", "GUROBI"), ("objective", "beauty")]
+)
+def test_the_milp_knows_what_it_was_not_asked_for(option, value):
+    with pytest.raises(ValueError) as caught:
+        poet_jax.MilpPlanner(**{option: value})
+    assert_three_sentences(caught.value, option, value, "Type")
+
+
+@pytest.mark.parametrize(
+    "planner", [poet_jax.keep_all, poet_jax.greedy, poet_jax.MilpPlanner()]
+)
+def test_a_deadline_shorter_than_the_compute_alone_is_named(planner):
+    schedule = poet_jax.schedule(gradient, "1GiB", **OPTIONS).plan(W, X)
+    seconds = schedule.costs.seconds.sum()
+    budget = poet_jax.Budget(2**30, seconds=0.9 * seconds)
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        planner(schedule.graph, schedule.costs, budget)
+    assert_three_sentences(caught.value, "deadline", f"{seconds:.6g}", "seconds=")
+
+
+def test_the_deadline_that_is_named_can_be_met():
+    """With little memory, too, where the fastest plan is not the cheapest."""
+    schedule = poet_jax.schedule(gradient, "1GiB", **OPTIONS).plan(W, X)
+    inputs = schedule.graph, schedule.costs
+    everything = schedule.baseline
+    planner = poet_jax.MilpPlanner()
+    for memory_bytes in (everything.peak_bytes, everything.peak_bytes * 3 // 4):
+        with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+            planner(*inputs, poet_jax.Budget(memory_bytes, seconds=1e-9))
+        (named,) = re.findall(r"of at least ([0-9.e-]+),", str(caught.value))
+        plan = planner(*inputs, poet_jax.Budget(memory_bytes, seconds=float(named)))
+        usage = poet_jax.simulate(poet_jax.lower(schedule.graph, plan), schedule.costs)
+        assert usage.seconds <= float(named) and usage.peak_bytes <= memory_bytes
+
+
+def test_keep_all_meets_a_deadline_of_all_its_seconds():
+    """Whatever order they are added in."""
+    schedule = poet_jax.schedule(gradient, "1GiB", **OPTIONS).plan(W, X)
+    for seconds in (schedule.costs.seconds.sum(), sum(schedule.costs.seconds[::-1])):
+        budget = poet_jax.Budget(2**30, seconds=float(seconds))
+        plan = poet_jax.MilpPlanner()(schedule.graph, schedule.costs, budget)
+        assert plan.gap < 1e-12
+
+
+@pytest.mark.parametrize("wrong", ["0%", "-5%", "nan%", "inf%"])
+def test_a_percentage_that_is_none_is_quoted(wrong):
+    with pytest.raises(ValueError) as caught:
+        poet_jax.schedule(gradient, wrong)
+    assert_three_sentences(caught.value, repr(wrong), '"30%"')
+
+
+@pytest.mark.parametrize(
+    ("option", "wrong"),
+    [("device", "RASPBERRY_PI_4"), ("planner", "milp"), ("executor", "host")],
+)
+def test_a_name_in_place_of_an_object_is_refused(option, wrong):
+    with pytest.raises(TypeError) as caught:
+        poet_jax.schedule(gradient, "1GiB", **{option: wrong})
+    assert_three_sentences(caught.value, option, wrong, f"{option}=poet_jax.")
+
+
+def test_an_unknown_device_is_answered_with_those_there_are():
+    with pytest.raises(AttributeError) as caught:
+        _ = poet_jax.devices.RASPBERY_PI_4  # type: ignore[attr-defined]
+    assert_three_sentences(caught.value, "RASPBERY_PI_4", "JETSON_TX2")
+
+
+def test_an_array_that_was_donated_before_is_refused():
+    scheduled = schedule(lambda w: {"w": w + 1}, "1GiB", donate_argnums=0)
+    w = jnp.ones(3)
+    scheduled(w)
+    with pytest.raises(RuntimeError) as caught:
+        scheduled(w)
+    assert_three_sentences(caught.value, "donated", "deleted")
+
+
+def test_a_static_argument_without_a_hash_is_refused():
+    with pytest.raises(ValueError) as caught:
+        schedule(lambda x, n: x, "1GiB", static_argnums=1)(X, [1])
+    assert_three_sentences(caught.value, "hash", "tuple")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"plan": 3}'])
+def test_a_file_that_holds_no_schedule_is_refused(tmp_path, text):
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    with pytest.raises(poet_jax.PlanInvalid) as caught:
+        schedule(gradient, "1GiB").plan(W, X).from_json(path)
+    assert_three_sentences(caught.value, path, "Scheduled.plan")
+
+
+def test_storage_too_small_for_any_plan_is_named():
+    planner = poet_jax.MilpPlanner(remat=False)
+    schedule = poet_jax.schedule(gradient, "1GiB", **OPTIONS).plan(W, X)
+    inputs = schedule.graph, schedule.costs
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        planner(*inputs, poet_jax.Budget(1))
+    smallest = caught.value.smallest_bytes
+    planner(*inputs, poet_jax.Budget(smallest))
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        planner(*inputs, poet_jax.Budget(smallest, store_bytes=0))
+    assert_three_sentences(caught.value, "storage", "store_bytes=")
+
+
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["seconds", "page_in_joules", "static_watts"])
+def test_a_cost_that_is_none_is_refused(name, wrong):
+    costs = vars(poet_jax.schedule(gradient, "1GiB", **OPTIONS).plan(W, X).costs)
+    column = costs[name].copy() if name != "static_watts" else wrong
+    if name != "static_watts":
+        column[2] = wrong
+    with pytest.raises(ValueError) as caught:
+        poet_jax.Costs(**(costs | {name: column}))
+    where = {"seconds": "node 2", "page_in_joules": "value 2"}.get(name, "the step")
+    assert_three_sentences(caught.value, name, str(wrong), where)
+
+
+def test_transfers_that_leave_compute_nothing_are_refused():
+    costs = vars(poet_jax.schedule(gradient, "1GiB", **OPTIONS).plan(W, X).costs)
+    with pytest.raises(ValueError) as caught:
+        poet_jax.Costs(**(costs | {"contention": 1.0}))
+    assert_three_sentences(caught.value, "contention", "1.0")
+
+
+# Functions, losses, models and batches.
+
+
+def vector_loss(w, x):
+    return jnp.tanh(x @ w).mean(1)
+
+
+def test_value_and_grad_of_a_vector_is_refused():
+    with pytest.raises(poet_jax.CannotTrace) as caught:
+        poet_jax.value_and_grad(vector_loss, "1GiB", **OPTIONS)(W, X)
+    assert_three_sentences(caught.value, "vector_loss", "scalar", "64")
+
+
+def steps(loss_fn, batch):
+    """A call that trains one step, for each kind of model."""
+    model = nnx.Linear(16, 4, rngs=nnx.Rngs(0))
+    yield lambda: poet_jax.train_step(model, "1GiB", loss_fn=loss_fn, **OPTIONS)(batch)
+    step = poet_jax.train_step(nn.Dense(4), "1GiB", loss_fn=loss_fn, **OPTIONS)
+    yield lambda: step(step.init(jax.random.key(0), batch), batch)
+
+
+@pytest.mark.parametrize("world", [0, 1], ids=["nnx", "linen"])
+@pytest.mark.parametrize(
+    ("loss_fn", "fact"),
+    [
+        (lambda model, x: model(x).mean(1), "float32[64]"),
+        (lambda model, x: model(x).argmax(), "int32[]"),
+        (lambda model, x: {"loss": model(x).mean()}, "dict"),
+        (lambda model, x: (model(x).mean(), 1, 2), "(scalar, aux)"),
+    ],
+    ids=["vector", "integer", "dict", "three"],
+)
+def test_a_loss_that_is_no_floating_scalar_is_refused(world, loss_fn, fact):
+    call = list(steps(loss_fn, X))[world]
+    with pytest.raises(poet_jax.CannotTrace) as caught:
+        call()
+    assert_three_sentences(caught.value, fact)
+
+
+@pytest.mark.parametrize("world", [0, 1], ids=["nnx", "linen"])
+def test_the_default_loss_says_what_it_takes(world):
+    call = list(steps(None, X))[world]
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert_three_sentences(caught.value, "batch = (inputs, labels)", "loss_fn")
+
+
+@pytest.mark.parametrize("world", [0, 1], ids=["nnx", "linen"])
+def test_the_default_loss_does_not_broadcast(world):
+    call = list(steps(None, (X, jnp.ones(len(X)))))[world]
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert_three_sentences(caught.value, "(64,)", "labels[:, None]")
+
+
+@pytest.mark.parametrize(
+    "model",
+    [lambda x: x, {"w": 1}, nn.Dense, None],
+    ids=["function", "dictionary", "class", "none"],
+)
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(TypeError) as caught:
+        poet_jax.train_step(model, "1GiB")
+    assert_three_sentences(caught.value, type(model).__name__, "poet_jax.schedule")
+
+
+def test_a_loss_fn_that_never_calls_the_model_is_refused():
+    step = poet_jax.train_step(nn.Dense(4), "1GiB", loss_fn=lambda model, x: x.mean())
+    with pytest.raises(TypeError) as caught:
+        step.init(jax.random.key(0), X)
+    assert_three_sentences(caught.value, "never called the model")
+
+
+def test_a_python_branch_on_a_tracer_is_refused_by_name():
+    def branch(x):
+        return x if x.sum() > 0 else -x
+
+    with pytest.raises(poet_jax.CannotTrace) as caught:
+        schedule(branch, "1GiB")(X)
+    assert_three_sentences(caught.value, "branch", "jax.jit")
+    assert isinstance(caught.value.__cause__, jax.errors.TracerBoolConversionError)
+
+
+def test_a_string_is_no_argument():
+    with pytest.raises(poet_jax.CannotTrace) as caught:
+        schedule(lambda x: x, "1GiB")("text")
+    assert_three_sentences(caught.value, "str")
+
+
+@pytest.mark.parametrize(
+    ("batch", "facts"),
+    [
+        ((X[:, :3], X), ("[64, 16]", "[64, 3]")),
+        ((X, X, X), ("structure", "[0][1][2] is new")),
+        ((X.astype(jnp.int32), X), ("float32", "int32")),
+        ((jax.random.split(jax.random.key(0), 64), X), ("key<fry>",)),
+    ],
+    ids=["shape", "structure", "dtype", "key"],
+)
+def test_a_wrong_second_batch_is_refused_with_what_changed(batch, facts):
+    def fun(w, batch):
+        x, y = batch
+        return jax.grad(lambda x: ((x @ w - y) ** 2).mean())(x)
+
+    scheduled = schedule(fun, "1GiB")
+    scheduled(W, (X, X))
+    with pytest.raises(poet_jax.CannotTrace) as caught:
+        scheduled(W, batch)
+    assert_three_sentences(caught.value, "changed since the last call", *facts)
+    scheduled(W, (X, X))
+
+
+# Page stores.
+
+
+def test_a_folder_that_does_not_exist_or_is_a_file_is_refused(tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "missing", tmp_path / "file"):
+        with pytest.raises(poet_jax.PageStoreError) as caught:
+            poet_jax.FileStore(path)
+        assert_three_sentences(caught.value, path, "not a folder")
+
+
+def test_a_folder_that_is_not_writable_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_, **__: False)
+    with pytest.raises(poet_jax.PageStoreError) as caught:
+        poet_jax.FileStore(tmp_path)
+    assert_three_sentences(caught.value, tmp_path, "not writable")
+
+
+@pytest.mark.parametrize(
+    "planner", [poet_jax.MilpPlanner, poet_jax.PaperPlanner], ids=lambda p: p.__name__
+)
+def test_a_solver_that_does_not_load_says_so(monkeypatch, planner):
+    """As where HiGHS is not installed, or is one that hides its C interface."""
+    monkeypatch.setenv("PMIP_HIGHS_LIBRARY", os.devnull)
+    monkeypatch.delitem(sys.modules, "mip.highs", raising=False)
+    with pytest.raises(ImportError) as caught:
+        planner(solver="HIGHS")
+    monkeypatch.delitem(sys.modules, "mip.highs")
+    assert_three_sentences(caught.value, "poet_jax[highs]", "solver='CBC'")
+
+
+# Files.
+
+
+def test_a_plan_of_another_graph_is_refused(tmp_path):
+    plan = schedule(gradient, "1GiB").plan(W, X)
+    plan.to_json(tmp_path / "plan.json")
+    other = schedule(gradient, "1GiB").plan(W, X[:32])
+    with pytest.raises(poet_jax.PlanInvalid) as caught:
+        other.from_json(tmp_path / "plan.json")
+    assert_three_sentences(
+        caught.value, plan.graph.fingerprint, other.graph.fingerprint
+    )
+
+
+def test_a_file_whose_program_exceeds_its_budget_is_refused(tmp_path):
+    plan = schedule(gradient, "80%").plan(W, X)
+    plan.to_json(tmp_path / "plan.json")
+    data = json.loads((tmp_path / "plan.json").read_text())
+    data["budget"]["memory_bytes"] = plan.compiled_bytes - 1
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(poet_jax.PlanInvalid) as caught:
+        plan.from_json(tmp_path / "plan.json")
+    assert_three_sentences(caught.value, tmp_path / "plan.json", "Scheduled.plan")
+
+
+COLUMNS = (
+    "bytes seconds joules page_in_seconds page_out_seconds page_in_joules "
+    "page_out_joules"
+).split()
+
+
+def instance():
+    """a -> b, at a cost of 1 in everything."""
+    rows = [
+        {"name": name, "backward": False} | dict.fromkeys(COLUMNS, 1) for name in "ab"
+    ]
+    return {"nodes": rows, "edges": [[0, 1]]}
+
+
+def load(tmp_path, data):
+    path = tmp_path / "instance.json"
+    path.write_text(data if isinstance(data, str) else json.dumps(data))
+    return poet_jax.load_instance(path)
+
+
+def test_an_instance_is_read(tmp_path):
+    graph, costs = load(tmp_path, instance())
+    assert [node.reads for node in graph.nodes] == [(), (0,)]
+    assert costs.seconds.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("edge", [[0, 2], [-1, 1], [1, 0], [0, 0], [0], [0.5, 1]])
+def test_an_edge_that_leads_nowhere_is_refused(tmp_path, edge):
+    with pytest.raises(ValueError) as caught:
+        load(tmp_path, instance() | {"edges": [edge]})
+    assert_three_sentences(caught.value, "instance.json", edge)
+
+
+@pytest.mark.parametrize("column", COLUMNS)
+@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "much"])
+def test_a_cost_that_is_no_cost_is_refused(tmp_path, column, value):
+    data = instance()
+    data["nodes"][1][column] = value
+    with pytest.raises(ValueError) as caught:
+        load(tmp_path, data)
+    assert_three_sentences(caught.value, "instance.json", "'b'", column)
+
+
+@pytest.mark.parametrize("name", ["name", "backward", "bytes", "seconds"])
+def test_a_node_that_lacks_an_entry_is_refused(tmp_path, name):
+    data = instance()
+    del data["nodes"][1][name]
+    with pytest.raises(ValueError) as caught:
+        load(tmp_path, data)
+    assert_three_sentences(caught.value, "instance.json", name)
+
+
+@pytest.mark.parametrize("data", ['{"nodes": [', "[]", '{"nodes": []}'])
+def test_a_file_that_is_no_instance_is_refused(tmp_path, data):
+    with pytest.raises(ValueError) as caught:
+        load(tmp_path, data)
+    assert_three_sentences(caught.value, "instance.json")

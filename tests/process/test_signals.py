@@ -1,0 +1,122 @@
+"""What is killed, interrupted or crashes leaves the rest as it was."""
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import threading
+
+import pytest
+from processes import at_each_worker, interrupted, run_python, workers
+from strategies import peak_bytes
+from toy import STAGES, W, X, gradient, long_chain, twelve_nodes
+
+import poet_jax
+
+
+def test_a_killed_process_leaves_no_file(tmp_path):
+    code = """
+    step(W, X)
+    kept = poet_jax.to_storage(X, store, 1)
+    print("paging", flush=True)
+    time.sleep(600)
+    """
+    process = run_python(code, tmp_path)
+    try:
+        assert process.stdout.readline() == "paging\n"
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGKILL
+    assert not os.listdir(tmp_path)
+
+
+def test_two_processes_may_share_a_folder(tmp_path):
+    code = """
+    for _ in range(20):
+        result = step(W, X)
+    print(result.sum())
+    """
+    processes = [run_python(code, tmp_path) for _ in range(2)]
+    totals = [float(x.communicate(timeout=120)[0]) for x in processes]
+    assert totals == [pytest.approx(float(gradient(W, X).sum()), rel=1e-4)] * 2
+    assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("dies", ["at once", "in the solve"])
+def test_a_crash_of_the_solver_leaves_the_best_heuristic(dies, monkeypatch, caplog):
+    graph, costs = twelve_nodes()
+    with contextlib.ExitStack() as stack:
+        if dies == "at once":
+            patched = stack.enter_context(monkeypatch.context())
+            patched.setattr(sys, "executable", shutil.which("false"))
+        else:
+            stack.enter_context(at_each_worker(lambda n: os.kill(n, signal.SIGKILL)))
+        plan = poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(40))
+    assert "CBC gave no answer" in caplog.text
+    assert "the best heuristic's is used" in caplog.text
+    assert plan.status is poet_jax.Status.FEASIBLE
+    usage = poet_jax.simulate(poet_jax.lower(graph, plan), costs)
+    assert usage.peak_bytes <= 40
+    again = poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(40))
+    assert again.status is poet_jax.Status.OPTIMAL
+    assert again.objective <= plan.objective
+
+
+def test_the_solvers_process_ends_when_planning_is_over():
+    graph, costs = twelve_nodes()
+    poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(40))
+    assert workers()
+    for thread in threading.enumerate():
+        if isinstance(thread, threading.Timer):
+            thread.join()
+    assert not workers()
+
+
+def test_the_solver_does_not_write_where_the_caller_is(monkeypatch, tmp_path):
+    """CBC writes bad8.mps, and the like, into the folder that its process is in."""
+    monkeypatch.chdir(tmp_path)
+    graph, costs = twelve_nodes()
+    poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(40))
+    (worker,) = workers()
+    assert os.readlink(f"/proc/{worker}/cwd") != str(tmp_path)
+
+
+def test_ctrl_c_returns_the_best_plan_so_far(caplog):
+    graph, costs = twelve_nodes()
+    with interrupted():
+        plan = poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(36))
+    assert plan.status is poet_jax.Status.FEASIBLE
+    assert poet_jax.simulate(poet_jax.lower(graph, plan), costs).peak_bytes <= 36
+    assert "interrupted" in caplog.text
+    with interrupted(), pytest.raises(KeyboardInterrupt):  # there is no plan to return
+        poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(32))
+
+
+def test_ctrl_c_in_a_large_graph_returns_the_plan_of_a_heuristic():
+    """There heuristics come last."""
+    graph, costs = long_chain(160)
+    limit = int(0.6 * peak_bytes(graph, costs))
+    with interrupted():
+        plan = poet_jax.MilpPlanner()(graph, costs, poet_jax.Budget(limit))
+    assert plan.status is poet_jax.Status.FEASIBLE
+    assert poet_jax.simulate(poet_jax.lower(graph, plan), costs).peak_bytes <= limit
+
+
+def test_a_search_that_was_interrupted_is_not_kept(tmp_path):
+    def run():
+        poet_jax.schedule(
+            gradient,
+            "68%",
+            planner=poet_jax.MilpPlanner(time_limit_seconds=10),
+            device=poet_jax.devices.RASPBERRY_PI_4,
+            executor=STAGES,
+            plan_cache=tmp_path,
+        ).plan(W, X)
+
+    with interrupted():
+        run()
+    assert not list(tmp_path.glob("plan-*.json"))
+    run()
+    assert list(tmp_path.glob("plan-*.json"))

@@ -1,0 +1,132 @@
+"""Processes of their own: for Python code, programs, and cases of tests."""
+
+import contextlib
+import multiprocessing
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import time
+
+import pytest
+
+# Set where a case of tests/process/ runs by itself.
+CASE = "POET_JAX_CASE"
+SECONDS = 300.0
+
+
+def python(code, **environment):
+    """Standard output of a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr, done.stderr
+    return done.stdout
+
+
+def run_python(code, folder):
+    """A process that has `step(store)`, a step that pages, and the folder's store."""
+    code = f"""
+import os, resource, sys, time
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+import poet_jax
+from toy import W, X, paging
+store = poet_jax.FileStore({str(folder)!r})
+step = paging(store)
+{textwrap.dedent(code)}
+"""
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        text=True,
+    )
+
+
+def run_module(name, output, *flags):
+    """The output of `python -m experiments.<name>`, which defines flags of its own."""
+    command = [sys.executable, "-m", f"experiments.{name}", f"--output={output}"]
+    done = subprocess.run([*command, *flags], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def run_case(name, folder):
+    """What pytest says of a case in a process of its own, "" if it passes.
+
+    Imports take seconds: the process is forked from one that has only imported.
+    """
+    forking = multiprocessing.get_context("forkserver")
+    forking.set_forkserver_preload(["optax", "flax", "poet_jax", "processes"])
+    with tempfile.TemporaryDirectory() as temporary:
+        said = pathlib.Path(temporary) / "said"
+        arguments = [name, f"--basetemp={temporary}/folders"]
+        process = forking.Process(target=_case, args=(arguments, folder, said))
+        process.start()
+        process.join(SECONDS)
+        if process.exitcode is None:
+            process.kill()
+            process.join()
+        if process.exitcode == 0:
+            return ""
+        return f"{said.read_text()}\nended with {process.exitcode}"
+
+
+def _case(arguments, folder, said):
+    os.chdir(folder)
+    os.environ |= {CASE: "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    with open(said, "w") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    sys.exit(pytest.main(arguments))
+
+
+def workers():
+    """Numbers of the processes of solvers that this process has running (Linux)."""
+    children = [
+        number
+        for path in pathlib.Path("/proc/self/task").glob("*/children")
+        for number in path.read_text().split()
+    ]
+    found = set()
+    for number in children:
+        with contextlib.suppress(OSError):
+            command = pathlib.Path(f"/proc/{number}/cmdline").read_text()
+            found |= {int(number)} if "worker.py" in command else set()
+    return found
+
+
+@contextlib.contextmanager
+def at_each_worker(act):
+    """Call `act(its number)` soon after a solver's process starts, before it can have
+    an answer."""
+    is_over, seen = threading.Event(), workers()
+
+    def watch():
+        while not is_over.wait(0.001):
+            for number in workers() - seen:
+                seen.add(number)
+                time.sleep(0.05)
+                act(number)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def interrupted():
+    """Ctrl-C whenever a solver has begun."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    return at_each_worker(lambda number: os.kill(os.getpid(), signal.SIGINT))
