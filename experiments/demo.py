@@ -29,6 +29,7 @@ import poet_jax
 from experiments.benchmarks import memory
 from experiments.data import DatasetSpec, load_dataset
 from experiments.models import loss_fn, make_model
+from experiments.program import program
 from poet_jax.core.units import format_bytes, format_seconds
 
 BUDGET = flags.DEFINE_string("budget", "42%", "Memory budget: a size or a percentage.")
@@ -48,9 +49,8 @@ def fresh_model(spec: DatasetSpec) -> nnx.Module:
     return model
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+@program
+def main() -> None:
     dataset = load_dataset("photos")
     batches = [
         jax.tree.map(jnp.asarray, batch)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from absl import app
 
 import poet_jax
+from experiments.program import program
 
 PATH = pathlib.Path(__file__).parent.parent / "docs" / "plan.png"
 
@@ -28,9 +29,8 @@ def step(weights, x, y):
     return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)], loss
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+@program
+def main() -> None:
     data = jax.ShapeDtypeStruct((8192, 256), jnp.float32)
     weights = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 4
     train = poet_jax.schedule(

@@ -1,13 +1,9 @@
-"""Training steps as plain functions of pytrees, and rows of results, for the
-benchmarks."""
+"""Training steps as plain functions of pytrees, for the benchmarks."""
 
 import contextlib
-import csv
 import dataclasses
-import json
 import math
-import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -26,7 +22,7 @@ from experiments.models import (
     loss_fn,
     make_model,
 )
-from poet_jax import DeviceProfile, PagedArray, devices
+from poet_jax import DeviceProfile, PagedArray
 
 # What `plan_benchmark` prices graphs for, the same on every machine.
 BENCHMARK_DEVICE = DeviceProfile(
@@ -76,23 +72,6 @@ class TrainingStep:
             return (params, rest, optimizer.init(params)), batch
 
         return cls(init, training_step(case.loss, optimizer))
-
-
-def named_device(name: str, also: Sequence[str] = ()) -> DeviceProfile:
-    """The device called `name` in `poet_jax.devices`, or a profile's path.
-
-    Raises ValueError for any other name, and for a profile that makes no sense; `also`
-    are names that the caller knows.
-    """
-    if name.endswith((".toml", ".json")):
-        return DeviceProfile.load(name)
-    if name not in devices.ALL:
-        raise ValueError(
-            f"A device named {name!r} was asked for. The devices are "
-            f"{', '.join((*also, *devices.ALL))}. Type one of these, or a path that "
-            "ends in .toml or .json for a profile of your own."
-        )
-    return devices.ALL[name]
 
 
 def training_step(loss, optimizer: optax.GradientTransformation):
@@ -294,18 +273,3 @@ def gru_case(batch_size: int = 32, length: int = 64, width: int = 128) -> Case:
         return kernels, (), (inputs, jnp.zeros(batch_size, jnp.int32))
 
     return Case(init, loss)
-
-
-def write_result(folder: str, model: str, result: dict[str, Any]) -> None:
-    """Write `result` as JSON to a file of the model's name, without its options."""
-    path = pathlib.Path(folder) / f"{model.partition(':')[0]}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
-    """The rows of a CSV file; none if it does not exist yet."""
-    if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))

@@ -29,7 +29,6 @@ def main() -> None:
     from poet_jax import cli
 
     cli.define_flags(*cli.FLAGS)
-    flags.adopt_module_key_flags(cli)
     flags.FLAGS.set_gnu_getopt(True)
     app.run(cli.main)
 

@@ -89,6 +89,7 @@ FLAGS: dict[str, tuple[Callable[..., Any], Any, str]] = {
     ),
     "output": (flags.DEFINE_string, "outputs/plan", "Folder for what is written."),
 }
+flags.disclaim_key_flags()  # they are flags of the program that defines them
 EXPECTED = (ValueError, OSError, ImportError, CannotTrace)
 
 
@@ -96,7 +97,9 @@ def define_flags(*names: str) -> None:
     """Define those of `FLAGS` that a program reads, unless they are defined."""
     for name in names:
         define, default, text = FLAGS[name]
-        if name not in flags.FLAGS:
+        if name in flags.FLAGS:
+            flags.declare_key_flag(name)
+        else:
             define(name, default, text)
 
 
@@ -315,31 +318,16 @@ def _beneath(step: Any, args: Sequence[Any]) -> tuple[Scheduled, Sequence[Any]]:
     return beneath.scheduled, beneath.args
 
 
-def instance(path: str) -> tuple[Graph, Costs]:
-    """A planner instance, whose costs are its own; ValueError for a --device."""
-    if flags.FLAGS.device is not None:
-        raise ValueError(
-            f"--device={flags.FLAGS.device} was given for {path}. An instance has "
-            "costs of its own. Use --device for a step."
-        )
-    return load_instance(path)
-
-
-def planned(target: str) -> Schedule:
-    """The schedule of what `target` names, as flags say."""
-    if target.endswith(".json"):
-        planner = asked_planner() or MilpPlanner()
-        return make_schedule(*instance(target), asked_budget(None), planner)
-    function, args = scheduled(loaded(target))
+def planned(made: Sequence[Any]) -> Schedule:
+    """The schedule of a step with its arguments, as flags say; see `scheduled`."""
+    function, args = scheduled(made)
     return function.plan(*args)
 
 
-def swept(target: str) -> Front:
-    """The front of what `target` names, as flags say."""
+def swept(made: Sequence[Any]) -> Front:
+    """The front of a step with its arguments, as flags say; see `scheduled`."""
     budgets = asked_budgets()
-    if target.endswith(".json"):
-        return pareto(*instance(target), budgets, asked_planner())
-    function, args = scheduled(loaded(target))
+    function, args = scheduled(made)
     return function.pareto(*args, budgets=budgets)
 
 
@@ -351,6 +339,34 @@ def asked_budgets() -> Sequence[str] | None:
             "several. Use --budgets=40%,60%,100%, or none for eight budgets."
         )
     return flags.FLAGS.budgets
+
+
+def instance(path: str) -> tuple[Graph, Costs]:
+    """A planner instance, whose costs are its own; ValueError for a --device."""
+    if flags.FLAGS.device is not None:
+        raise ValueError(
+            f"--device={flags.FLAGS.device} was given for {path}. An instance has "
+            "costs of its own. Use --device for a step."
+        )
+    return load_instance(path)
+
+
+def explain_target(target: str) -> None:
+    """Explain the step or the instance that `target` names."""
+    if target.endswith(".json"):
+        planner = asked_planner() or MilpPlanner()
+        explain(make_schedule(*instance(target), asked_budget(None), planner))
+    else:
+        explain(planned(loaded(target)))
+
+
+def sweep_target(target: str) -> None:
+    """Sweep over budgets of the step or the instance that `target` names."""
+    if target.endswith(".json"):
+        budgets = asked_budgets()
+        write_front(pareto(*instance(target), budgets, asked_planner()))
+    else:
+        write_front(swept(loaded(target)))
 
 
 def output_folder() -> pathlib.Path:
@@ -467,8 +483,8 @@ def print_devices() -> None:
 
 # What each command takes, and does.
 COMMANDS: dict[str, tuple[int, Callable[..., None]]] = {
-    "explain": (1, lambda target: explain(planned(target))),
-    "sweep": (1, lambda target: write_front(swept(target))),
+    "explain": (1, explain_target),
+    "sweep": (1, sweep_target),
     "devices": (0, print_devices),
 }
 

@@ -545,20 +545,6 @@ def test_a_model_is_explained_from_its_shapes(tmp_path, capsys, framework):
     assert head and printed.startswith(head)
 
 
-def test_an_instance_is_explained(tmp_path, capsys):
-    costs = ("seconds", "joules", "page_in_seconds", "page_out_seconds")
-    costs += ("page_in_joules", "page_out_joules")
-    node = dict.fromkeys(costs, 1.0) | {"bytes": 8, "backward": False}
-    nodes = [node | {"name": name} for name in "abcd"]
-    edges = [[0, 1], [1, 2], [2, 3], [0, 3]]
-    path = tmp_path / "instance.json"
-    path.write_text(json.dumps({"nodes": nodes, "edges": edges}))
-    run_explain(tmp_path, instance=str(path), budget="100%", planner="greedy")
-    assert "- a (8 B), keep: Freeing it while it is idle" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="Type a budget of at least 24"):
-        run_explain(tmp_path, instance=str(path), budget="60%", planner="greedy")
-
-
 @pytest.mark.parametrize(
     "path", sorted(pathlib.Path(train.__file__).parent.glob("*.py"))
 )

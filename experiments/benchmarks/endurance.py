@@ -21,14 +21,12 @@ from tqdm import tqdm
 
 import poet_jax
 from experiments.benchmarks import memory
-from experiments.steps import write_result
+from experiments.program import output_flag, program, write_result
 from poet_jax.core.units import format_bytes
 
 STEPS = flags.DEFINE_integer("steps", 2000, "Steps.", 10)
 BUDGET = flags.DEFINE_string("budget", "75%", "Budget of a step.")
-OUTPUT = flags.DEFINE_string(
-    "output", "experiments/results/endurance", "Folder for the result."
-)
+OUTPUT = output_flag("endurance")
 WIDTH, HIDDEN, LAYERS, BATCH = 128, 512, 4, 512
 
 
@@ -45,9 +43,8 @@ def held(store: poet_jax.FileStore) -> dict[str, int]:
     }
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+@program
+def main() -> None:
     optimizer, store = optax.adamw(1e-4), poet_jax.FileStore()
 
     def init(key):
@@ -98,7 +95,6 @@ def main(argv: list[str]) -> None:
         print(f"  {name:15s}", *(f"{show(x[name]):>12s}" for x in samples.values()))
     print(f"  loss            {losses[0]:12.6f} {losses[-1]:12.6f}")
     result = {
-        "command": f"python -m experiments.benchmarks.endurance --steps={STEPS.value}",
         "recomputed": run.recomputed,
         "bytes_paged_in": run.bytes_paged_in,
         "bytes_paged_out": run.bytes_paged_out,

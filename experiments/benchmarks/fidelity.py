@@ -13,7 +13,6 @@ That control is part of the result.
 """
 
 import json
-import pathlib
 
 import jax
 import numpy as np
@@ -24,6 +23,7 @@ from tqdm import tqdm
 
 import poet_jax
 from experiments.models import load_for_model, loss_fn, make_model
+from experiments.program import output_flag, program, write_result
 
 MODEL = flags.DEFINE_string("model", "resnet18", "Model, in float32.")
 DATASET = flags.DEFINE_string("dataset", "photos", "Data that the model is trained on.")
@@ -31,9 +31,7 @@ BUDGET = flags.DEFINE_string("budget", "60%", "Memory of a step.")
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Examples in a batch.", 1)
 STEPS = flags.DEFINE_integer("steps", 20, "Steps of SGD.", 1)
 LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-5, "Learning rate of SGD.")
-OUTPUT = flags.DEFINE_string(
-    "output", "experiments/results/fidelity", "Folder for the results."
-)
+OUTPUT = output_flag("fidelity")
 
 
 def leaves(tree) -> list[np.ndarray]:
@@ -122,14 +120,11 @@ def compare() -> dict:
     return result
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    text = json.dumps(compare(), indent=2)
-    print(text)
-    folder = pathlib.Path(OUTPUT.value)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{MODEL.value.split(':')[0]}.json").write_text(text + "\n")
+@program
+def main() -> None:
+    result = compare()
+    print(json.dumps(result, indent=1))
+    write_result(OUTPUT.value, MODEL.value, result)
 
 
 if __name__ == "__main__":

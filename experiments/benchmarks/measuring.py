@@ -2,10 +2,8 @@
 which is measured in a process of its own."""
 
 import contextlib
-import csv
 import itertools
 import json
-import os
 import pathlib
 import random
 import statistics
@@ -17,11 +15,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags, logging
+from absl import flags, logging
 
 import poet_jax
 from experiments.benchmarks import memory
-from experiments.steps import TrainingStep, read_rows
+from experiments.program import child, output_flag, plot_flag, read_rows, write_rows
+from experiments.steps import TrainingStep
 
 CHILD = flags.DEFINE_list("child", None, "For the program's own children.")
 ONLY_MISSING = flags.DEFINE_bool(
@@ -265,13 +264,11 @@ def step_flags(folder: str, *, shares: str, seconds: float, time_limit: float) -
     flags.DEFINE_list("shares", shares, "Percentages of keep-all's peak, and least.")
     flags.DEFINE_float("time_limit", time_limit, "Seconds for each plan.")
     flags.DEFINE_float("seconds", seconds, "Seconds of steps for each budget.")
-    flags.DEFINE_string("output", folder, "Folder for CSV and figure.")
-    flags.DEFINE_bool("plot", False, "Only draw the figure of the rows there are.")
+    output_flag(folder)
+    plot_flag()
 
 
 def run_steps(
-    argv: Sequence[str],
-    program: str,
     cases: Mapping[str, Callable[[], TrainingStep]],
     plot: Callable[[list[dict[str, str]], pathlib.Path], None],
     *,
@@ -285,8 +282,6 @@ def run_steps(
     `models` are measured if none are named; `beside` says what `measure_step` takes as
     that for a model.
     """
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     options = flags.FLAGS
     if CHILD.value:
         model, budget = CHILD.value
@@ -305,12 +300,14 @@ def run_steps(
     names = options.models or models or list(cases)
     unknown = sorted(set(names) - set(cases))
     if unknown:
-        raise app.UsageError(f"--models has {unknown}; the models are {list(cases)}")
+        raise ValueError(
+            f"--models has {unknown}. The models are {', '.join(cases)}. Use some of "
+            "these, or no --models for all."
+        )
 
     def row(model: str, share: str) -> dict[str, Any]:
         least = share == LEAST
-        budget = in_process(program, model, LEAST) if least else f"{share}%"
-        return in_process(program, model, budget)
+        return in_process(model, in_process(model, LEAST) if least else f"{share}%")
 
     path = pathlib.Path(options.output) / f"{file}.csv"
     if not options.plot:
@@ -324,10 +321,9 @@ def run_steps(
     plot(rows, path.with_suffix(".png"))
 
 
-def in_process(program: str, *child: str) -> Any:
-    """What `program` says on its last line, of JSON, as a child of its own."""
-    command = [sys.executable, "-m", program, *sys.argv[1:]]
-    command.append(f"--child={','.join(child)}")
+def in_process(*asked: str) -> Any:
+    """What this program says on its last line, of JSON, as a child that is `asked`."""
+    command = child(f"--child={','.join(asked)}")
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -343,7 +339,6 @@ def fill(
 
     A row whose process fails is not written, and does not stop the others.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     failed = []
     for part in parts:
         rows = read_rows(path)
@@ -367,12 +362,7 @@ def fill(
             rows[places.index(part)] = row
         else:
             rows.append(row)
-        new = path.with_suffix(".new")
-        with open(new, "w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(rows)
-        os.replace(new, path)
+        write_rows(path, columns, rows)
     if failed:
         sys.exit(
             f"{len(failed)} of {len(parts)} rows ended in an error, which is above: "

@@ -31,9 +31,10 @@ from absl import app
 
 from experiments.benchmarks import measuring
 from experiments.benchmarks.small_models import SMALL_STEPS
+from experiments.program import program
 
 measuring.step_flags(
-    "experiments/results/small_steps",
+    "small_steps",
     shares=f"100,60,{measuring.LEAST}",
     seconds=4.0,
     time_limit=6.0,
@@ -75,9 +76,9 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def main(argv: list[str]) -> None:
-    program = "experiments.benchmarks.small_steps"
-    measuring.run_steps(argv, program, SMALL_STEPS, plot, file="small_steps")
+@program
+def main() -> None:
+    measuring.run_steps(SMALL_STEPS, plot, file="small_steps")
 
 
 if __name__ == "__main__":

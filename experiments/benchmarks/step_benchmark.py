@@ -38,10 +38,11 @@ import optax
 from absl import app
 
 from experiments.benchmarks import measuring
+from experiments.program import program
 from experiments.steps import TrainingStep, flax_case, unet_case
 
 measuring.step_flags(
-    "experiments/results/step_benchmark",
+    "step_benchmark",
     shares=f"100,75,50,35,25,{measuring.LEAST}",
     seconds=8.0,
     time_limit=6.0,
@@ -94,12 +95,11 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def main(argv: list[str]) -> None:
+@program
+def main() -> None:
     # The process that starts the others leaves an accelerator's memory to them.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     measuring.run_steps(
-        argv,
-        "experiments.benchmarks.step_benchmark",
         {name: functools.partial(training, name) for name in ALL_CASES},
         plot,
         file="steps",

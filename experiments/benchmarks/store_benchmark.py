@@ -17,7 +17,6 @@ import fcntl
 import mmap
 import os
 import statistics
-import sys
 import tempfile
 import time
 from typing import Any
@@ -28,7 +27,7 @@ import numpy as np
 from absl import app, flags
 
 import poet_jax
-from experiments.steps import write_result
+from experiments.program import output_flag, program, write_result
 from poet_jax.core.units import format_bytes
 from poet_jax.stores import library
 
@@ -37,9 +36,7 @@ FOLDER = flags.DEFINE_string(
 )
 ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds of each, in turns.", 1)
 TOTAL = flags.DEFINE_integer("total_mib", 128, "MiB moved in a round.", 1)
-OUTPUT = flags.DEFINE_string(
-    "output", "experiments/results/store_benchmark", "Folder for the result."
-)
+OUTPUT = output_flag("store_benchmark")
 SIZES = (2**20, 8 * 2**20, 32 * 2**20)
 CHUNK_BYTES = 4 * 2**20
 ROWS, WIDTH, LAYERS = 32768, 256, 8  # activations of 32 MiB
@@ -140,9 +137,8 @@ def hidden_share() -> float:
     return 1 - statistics.median(longer[1:])  # without the round that compiles
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+@program
+def main() -> None:
     total = TOTAL.value * 2**20
     rows = []
     for size in SIZES:
@@ -170,12 +166,9 @@ def main(argv: list[str]) -> None:
                 flush=True,
             )
         rows.append(row)
-    given = " ".join(sys.argv[1:])
-    command = f"python -m experiments.benchmarks.store_benchmark {given}".strip()
     share = hidden_share()
     print(f"{share:.0%} of transfers are hidden under layers that take as long")
-    result = {"command": command, "rows": rows, "hidden_share": share}
-    write_result(OUTPUT.value, "store", result)
+    write_result(OUTPUT.value, "store", {"rows": rows, "hidden_share": share})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ the full step's. It writes experiments/results/update_benchmark/<model>.csv, a r
 each, in about twenty minutes on two cores; --model=bert2 --batch_size=2 takes one.
 """
 
-import csv
 import pathlib
 import statistics
 import time
@@ -24,6 +23,7 @@ from absl import app, flags, logging
 
 import poet_jax
 from experiments.models import load_for_model, loss_fn, make_model
+from experiments.program import output_flag, program, write_rows
 from experiments.steps import in_ram
 from poet_jax.core.costs import node_flops
 from poet_jax.update import Update, bias_only, full, last_blocks, lora
@@ -33,9 +33,7 @@ BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Windows in a batch.")
 SHARE = flags.DEFINE_float("share", 42.0, "Of the full step's keep-all, in per cent.")
 TURNS = flags.DEFINE_integer("turns", 5, "Timed steps of each.")
 TIME_LIMIT = flags.DEFINE_float("time_limit", 20.0, "Seconds for each plan.")
-OUTPUT = flags.DEFINE_string(
-    "output", "experiments/results/update_benchmark", "Folder for the CSV file."
-)
+OUTPUT = output_flag("update_benchmark")
 
 SCHEMES = {
     "full": full(),
@@ -102,9 +100,8 @@ def describe(name: str, module, batch) -> dict[str, Any]:
     }
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+@program
+def main() -> None:
     data = load_for_model(MODEL.value, "text")
     module = make_model(MODEL.value, "linen", dataset_spec=data.spec, seed=0)
     batch = jax.tree.map(jnp.asarray, next(iter(data.batches(BATCH_SIZE.value, 0, 1))))
@@ -143,11 +140,7 @@ def main(argv: list[str]) -> None:
             row["budget_bytes"] = budget_bytes
             row["budget_compiled_bytes"] = contestant.step.last_run.peak_bytes
     path = pathlib.Path(OUTPUT.value) / f"{MODEL.value.partition(':')[0]}.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows.values())
+    write_rows(path, COLUMNS, rows.values())
     print(path.read_text())
 
 

@@ -1,6 +1,5 @@
 """Points of a sweep over models, devices, budgets and planners, and their rows."""
 
-import csv
 import dataclasses
 import functools
 import itertools
@@ -17,8 +16,11 @@ from tqdm import tqdm
 
 import poet_jax
 from experiments.paper import baselines
-from experiments.steps import flax_case, named_device, read_rows, training_step
+from experiments.paper.layer_graphs import FOLDER
+from experiments.program import appending, read_rows
+from experiments.steps import flax_case, training_step
 from poet_jax.api.transform import PASSES
+from poet_jax.cli import named_device
 from poet_jax.planners.planner import (
     fits,
     floor_bytes,
@@ -88,10 +90,9 @@ def priced(
     kind: str,
     counted: str,
     device: str,
-    instances: str | None,
 ) -> tuple[poet_jax.Graph, poet_jax.Costs]:
     if kind == "instance":
-        return poet_jax.load_instance(pathlib.Path(instances or "", f"{model}.json"))
+        return poet_jax.load_instance(FOLDER / f"{model}.json")
     graph, batch = traced(model, dataset, batch_size, kind)
     costs = poet_jax.price(graph, named_device(device))
     if counted == "activations":
@@ -144,8 +145,7 @@ def _passes_on(graph, costs, depends: set[int], value: int, reader: int) -> bool
 class Sweep:
     """Plans points one after the other; what is planned for one serves the next."""
 
-    def __init__(self, time_limit_seconds: float, instances: str | None = None):
-        self._instances = instances
+    def __init__(self, time_limit_seconds: float):
         milp = functools.partial(
             poet_jax.MilpPlanner, time_limit_seconds=time_limit_seconds, progress=False
         )
@@ -174,7 +174,7 @@ class Sweep:
         if point.kind != "instance":
             storage = named_device(point.device).store_bytes
         of = dataclasses.astuple(point)[:6]
-        graph, costs = priced(*of, self._instances)
+        graph, costs = priced(*of)
         if self._of != of[:5]:
             self._of, self._last = of[:5], {}
         everything = keep_everything(graph, costs).usage
@@ -247,25 +247,15 @@ def run(
     points: Iterable[Point],
     path: pathlib.Path,
     time_limit: float,
-    instances: str | None = None,
 ) -> None:
-    """Append a row to the CSV file at `path` for each point that is not there yet.
-
-    `instances` is the folder of points whose kind is "instance".
-    """
+    """Append a row to the CSV file at `path` for each point that is not there yet."""
     done = {tuple(row[x] for x in COLUMNS[:9]) for row in read_rows(path)}
     todo = [point for point in points if point.key not in done]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sweep = Sweep(time_limit, instances)
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if not file.tell():
-            writer.writeheader()
-        progress = tqdm(todo, unit="plan")
+    sweep = Sweep(time_limit)
+    with appending(path, COLUMNS) as append, tqdm(todo, unit="plan") as progress:
         for point in progress:
             progress.set_postfix_str(" ".join(point.key[i] for i in (0, 5, 6, 8)))
-            writer.writerow(sweep.plan(point))
-            file.flush()
+            append(sweep.plan(point))
 
 
 def grid(

@@ -19,7 +19,6 @@ Gains are measured, each once: one standard error of an accuracy is about 2 poin
 Seconds and bytes are planned for this machine.
 """
 
-import csv
 import functools
 import json
 import pathlib
@@ -32,10 +31,11 @@ from absl import app, flags, logging
 import poet_jax
 from experiments.data import Dataset
 from experiments.models import loss_fn
+from experiments.program import appending, output_flag, plot_flag, program, read_rows
 from experiments.sparse.minilm import load_minilm
 from experiments.sparse.passages import CHAPTERS, chapters_task
 from experiments.sparse.schemes import WITHOUT_LIMIT, accuracy
-from experiments.steps import read_rows
+from poet_jax import cli
 from poet_jax.update import Found, Update, contributions, evolve, search
 
 HEAD = {"head/**": 1.0}  # new, so every scheme trains it
@@ -55,10 +55,7 @@ DEADLINES = flags.DEFINE_multi_float(
 PLAN_CACHE = flags.DEFINE_string(
     "plan_cache", "outputs/plans", "Folder for costs and plans."
 )
-OUTPUT = flags.DEFINE_string(
-    "output", "experiments/results/finetune", "Folder for scores, rows and figure."
-)
-PLOT = flags.DEFINE_bool("plot", False, "Only draw the figure.")
+OUTPUT, PLOT = output_flag("finetune"), plot_flag()
 COLUMNS = (
     "memory", "deadline", "method", "gain", "bound", "items", "planned",
     "search_seconds", "full_seconds", "full_bytes", "budget_bytes", "planned_seconds",
@@ -158,11 +155,8 @@ def run(folder: pathlib.Path) -> None:
                 continue
             found, row = searched(method, deadline, gains)
             logging.info("%s", found)
-            with open(path, "a", newline="") as file:
-                writer = csv.DictWriter(file, COLUMNS)
-                if not file.tell():
-                    writer.writeheader()
-                writer.writerow(row)
+            with appending(path, COLUMNS) as append:
+                append(row)
             if method == "joint program" and deadline == DEADLINES.value[0]:
                 chosen = dict(found.update.fractions)
                 (folder / "searched.json").write_text(json.dumps(chosen) + "\n")
@@ -212,11 +206,9 @@ def plot(folder: pathlib.Path) -> None:
     figure.savefig(folder / "search.png", dpi=130)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    folder = pathlib.Path(OUTPUT.value)
-    folder.mkdir(parents=True, exist_ok=True)
+@program
+def main() -> None:
+    folder = cli.output_folder()
     if not PLOT.value:
         run(folder)
     plot(folder)
