@@ -36,15 +36,12 @@ def program(main: Callable[[], Any]) -> Callable[[Sequence[str]], None]:
     return run
 
 
-def output_flag(name: str) -> flags.FlagHolder[str]:
-    """Define --output, the folder of results called `name` by default."""
+def result_flags(name: str, plots: bool = False) -> None:
+    """Define --output, a folder of results called `name`, and --plot if it `plots`."""
     folder = f"experiments/results/{name}"
-    return flags.DEFINE_string("output", folder, "Folder for what is written.")
-
-
-def plot_flag() -> flags.FlagHolder[bool]:
-    """Define --plot."""
-    return flags.DEFINE_bool("plot", False, "Only draw the figure of the rows.")
+    flags.DEFINE_string("output", folder, "Folder for what is written.")
+    if plots:
+        flags.DEFINE_bool("plot", False, "Only draw the figure of the rows.")
 
 
 def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
@@ -86,11 +83,10 @@ def appending(
         yield append
 
 
-def write_result(folder: str, model: str, result: Mapping[str, Any]) -> None:
-    """Write `result` and the command that it is of as JSON, to a file of the model's
-    name without its options."""
-    path = pathlib.Path(folder) / f"{model.partition(':')[0]}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
+def write_result(model: str, result: Mapping[str, Any]) -> None:
+    """Write `result` and the command that it is of as JSON to --output, in a file of
+    the model's name without its options."""
+    path = cli.output_folder() / f"{model.partition(':')[0]}.json"
     command = " ".join(["python", *child()[1:]])
     path.write_text(json.dumps({"command": command, **result}, indent=1) + "\n")
 

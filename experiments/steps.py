@@ -2,8 +2,9 @@
 
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
 
@@ -23,7 +24,9 @@ from experiments.models import (
     make_model,
 )
 from poet_jax import DeviceProfile, PagedArray
+from poet_jax.passes import Pass
 
+COARSE = poet_jax.passes.group, poet_jax.passes.reorder
 # What `plan_benchmark` prices graphs for, the same on every machine.
 BENCHMARK_DEVICE = DeviceProfile(
     name="60 GFLOP/s, 8 GB/s",
@@ -87,16 +90,30 @@ def training_step(loss, optimizer: optax.GradientTransformation):
     return step
 
 
+def plain_step(
+    model: nnx.Module, optimizer: optax.GradientTransformation
+) -> Callable[[Any], jax.Array]:
+    """Full training by `nnx.jit`: a function from a batch to its loss."""
+    state = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+
+    def step(model, state, batch):
+        loss, gradients = nnx.value_and_grad(loss_fn)(model, batch)
+        state.update(model, gradients)
+        return loss
+
+    jitted = nnx.jit(step, donate_argnums=(0, 1))
+    return lambda batch: jitted(model, state, batch)
+
+
 def new_state(optimizer: optax.GradientTransformation, params, rest):
     """State for `training_step`, of copies of its own, so that it can be donated."""
     own = jax.tree.map(jnp.copy, (params, rest))
     return *own, optimizer.init(own[0])
 
 
-def traced(case: Case, kind: str) -> poet_jax.Graph:
+def traced(case: Case, kind: str, passes: Iterable[Pass]) -> poet_jax.Graph:
     """The graph of a "step" with AdamW, or of its gradient alone, traced on shapes."""
     params, rest, batch = jax.eval_shape(case.init)
-
     if kind != "step":
         gradient = jax.value_and_grad(case.loss, has_aux=True)
         graph = poet_jax.trace(jax.jit(gradient), params, rest, batch)
@@ -105,9 +122,7 @@ def traced(case: Case, kind: str) -> poet_jax.Graph:
         moments = jax.eval_shape(optimizer.init, params)
         step = jax.jit(training_step(case.loss, optimizer), donate_argnums=0)
         graph = poet_jax.trace(step, (params, rest, moments), batch)
-    coarse = poet_jax.passes.group(graph)
-    # `reorder` would keep operands instead of gradients, which take no room there.
-    return coarse if kind == "activations" else poet_jax.passes.reorder(coarse)
+    return functools.reduce(lambda graph, change: change(graph), passes, graph)
 
 
 def in_ram(tree) -> int:

@@ -89,8 +89,6 @@ def test_resnets_have_the_published_number_of_parameters():
     """ResNet-18 and -50 of CIFAR-10 as commonly reported: 11.17 and 23.52 million."""
     assert shapes_of("resnet18", IMAGES)[0][1] == 11_173_962
     assert shapes_of("resnet50", IMAGES)[0][1] == 23_520_842
-    demo = nnx.eval_shape(lambda: models.ResNet18(rngs=nnx.Rngs(0)))
-    assert parameters(nnx.state(demo, nnx.Param)) == 11_173_962
 
 
 def test_mobilenetv2_has_the_published_number_of_parameters():

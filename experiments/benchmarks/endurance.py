@@ -21,12 +21,13 @@ from tqdm import tqdm
 
 import poet_jax
 from experiments.benchmarks import memory
-from experiments.program import output_flag, program, write_result
+from experiments.program import program, result_flags, write_result
+from experiments.steps import training_step
 from poet_jax.core.units import format_bytes
 
 STEPS = flags.DEFINE_integer("steps", 2000, "Steps.", 10)
 BUDGET = flags.DEFINE_string("budget", "75%", "Budget of a step.")
-OUTPUT = output_flag("endurance")
+result_flags("endurance")
 WIDTH, HIDDEN, LAYERS, BATCH = 128, 512, 4, 512
 
 
@@ -54,22 +55,16 @@ def main() -> None:
             jax.random.normal(k, shape) / shape[0] ** 0.5
             for k, shape in zip(keys, shapes, strict=True)
         ]
-        return params, optimizer.init(params)
+        return params, (), optimizer.init(params)
 
-    def loss_fn(params, x):
+    def loss_fn(params, rest, x):
         y = x
         for kernel in params:
             y = jnp.tanh(y @ kernel)
-        return jnp.mean((y - x) ** 2)
-
-    def step(state, x):
-        params, moments = state
-        loss, gradients = jax.value_and_grad(loss_fn)(params, x)
-        updates, moments = optimizer.update(gradients, moments, params)
-        return (optax.apply_updates(params, updates), moments), loss
+        return jnp.mean((y - x) ** 2), rest
 
     scheduled = poet_jax.schedule(
-        step,
+        training_step(loss_fn, optimizer),
         BUDGET.value,
         donate_argnums=0,
         executor=poet_jax.HostExecutor(store),
@@ -101,7 +96,7 @@ def main() -> None:
         **samples,
         "losses": [losses[0], losses[-1]],
     }
-    write_result(OUTPUT.value, "endurance", result)
+    write_result("endurance", result)
 
 
 if __name__ == "__main__":

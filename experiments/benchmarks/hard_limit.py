@@ -31,7 +31,7 @@ from absl import app, flags
 
 import poet_jax
 from experiments.benchmarks import memory
-from experiments.program import child, output_flag, program, write_result
+from experiments.program import child, program, result_flags, write_result
 from experiments.steps import TrainingStep, flax_case, in_ram
 from poet_jax.core.units import format_bytes
 
@@ -44,7 +44,7 @@ PAGED_STATE = flags.DEFINE_bool(
     "paged_state", False, "Keep parameters and moments in a file between steps."
 )
 STEPS = flags.DEFINE_integer("steps", 3, "Steps under the limit.", 1)
-OUTPUT = output_flag("hard_limit")
+result_flags("hard_limit")
 CHILD = flags.DEFINE_enum(
     "child", None, ["poet_jax", "jax.jit"], "For the program's own children."
 )
@@ -138,7 +138,7 @@ def main() -> None:
     )
     for row in (ours, plain):
         print(f"  {row['step']:9s} {row['outcome']}")
-    write_result(OUTPUT.value, MODEL.value, {"rows": [ours, plain]})
+    write_result(MODEL.value, {"rows": [ours, plain]})
 
 
 if __name__ == "__main__":

@@ -19,8 +19,9 @@ from absl import flags, logging
 
 import poet_jax
 from experiments.benchmarks import memory
-from experiments.program import child, output_flag, plot_flag, read_rows, write_rows
-from experiments.steps import TrainingStep
+from experiments.program import child, read_rows, result_flags, write_rows
+from experiments.steps import TrainingStep, in_ram
+from poet_jax import cli
 
 CHILD = flags.DEFINE_list("child", None, "For the program's own children.")
 ONLY_MISSING = flags.DEFINE_bool(
@@ -74,7 +75,7 @@ def watched(contestant: Contestant, batch, seconds: float) -> tuple[int, int]:
     """How far steps of it alone raise what the process holds, and how many steps."""
     rise, steps = memory.Rise(), 0
     deadline = time.perf_counter() + seconds
-    with rise.of(array_bytes((contestant.state, batch))):
+    with rise.of(in_ram((contestant.state, batch))):
         while steps < LEAST_WATCHED or (
             steps < MOST_WATCHED and time.perf_counter() < deadline
         ):
@@ -147,10 +148,6 @@ def needed_bytes(compiled: jax.stages.Compiled) -> int:
         - analysis.alias_size_in_bytes
         + analysis.temp_size_in_bytes
     )
-
-
-def array_bytes(tree) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
 def smallest_bytes(function, *args, start: str = "1B", **options) -> int:
@@ -264,8 +261,7 @@ def step_flags(folder: str, *, shares: str, seconds: float, time_limit: float) -
     flags.DEFINE_list("shares", shares, "Percentages of keep-all's peak, and least.")
     flags.DEFINE_float("time_limit", time_limit, "Seconds for each plan.")
     flags.DEFINE_float("seconds", seconds, "Seconds of steps for each budget.")
-    output_flag(folder)
-    plot_flag()
+    result_flags(folder, plots=True)
 
 
 def run_steps(
@@ -309,7 +305,7 @@ def run_steps(
         least = share == LEAST
         return in_process(model, in_process(model, LEAST) if least else f"{share}%")
 
-    path = pathlib.Path(options.output) / f"{file}.csv"
+    path = cli.output_folder() / f"{file}.csv"
     if not options.plot:
         fill(path, columns, list(itertools.product(names, options.shares)), row)
     rows = read_rows(path)

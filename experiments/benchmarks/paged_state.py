@@ -27,7 +27,7 @@ from tqdm import tqdm
 import poet_jax
 from experiments.benchmarks import memory
 from experiments.models import load_for_model, loss_fn, make_model
-from experiments.program import child, output_flag, program, write_result
+from experiments.program import child, program, result_flags, write_result
 from experiments.steps import in_ram
 from poet_jax.core.units import format_bytes, format_seconds
 
@@ -37,7 +37,7 @@ BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Examples in a batch.", 1)
 BUDGET = flags.DEFINE_string("budget", "384MiB", "Budget of poet_jax.")
 STEPS = flags.DEFINE_integer("steps", 10, "Steps of each.", 1)
 TIME_LIMIT = flags.DEFINE_float("time_limit", 60.0, "Seconds for the planner.")
-OUTPUT = output_flag("paged_state")
+result_flags("paged_state")
 CHILD = flags.DEFINE_enum(
     "child", None, ["poet_jax", "jax.jit"], "For the program's own children."
 )
@@ -169,7 +169,7 @@ def main() -> None:
         f"  ratio {result['ratio']:.2f}, losses differ by at most "
         f"{result['largest_loss_difference']:.1e}"
     )
-    write_result(OUTPUT.value, MODEL.value, result)
+    write_result(MODEL.value, result)
 
 
 if __name__ == "__main__":

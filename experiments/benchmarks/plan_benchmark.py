@@ -40,13 +40,21 @@ from absl import app, flags, logging
 
 import poet_jax
 from experiments.paper.layer_graphs import FOLDER, instance_paths
-from experiments.program import appending, output_flag, plot_flag, program, read_rows
-from experiments.steps import BENCHMARK_DEVICE, flax_case, skips_case, traced, unet_case
+from experiments.program import appending, program, read_rows, result_flags
+from experiments.steps import (
+    BENCHMARK_DEVICE,
+    COARSE,
+    flax_case,
+    skips_case,
+    traced,
+    unet_case,
+)
 from poet_jax import cli
 from poet_jax.core.errors import BudgetTooSmall
 from poet_jax.core.units import parse_bytes
 from poet_jax.planners.milp.solver import IDLE_SECONDS
 from poet_jax.planners.planner import keep_everything
+from poet_jax.viz.figures import new_figure
 
 PLANNERS = (
     "greedy", "sqrt", "paging_only", "milp", "milp_remat", "milp_highs", "paper"
@@ -70,7 +78,7 @@ SHARES = flags.DEFINE_list(
     "shares", ["75", "50", "35", "25", "15", "min"],
     "Percentages of keep-all's peak, or sizes.",
 )  # fmt: skip
-OUTPUT, PLOT = output_flag("plan_benchmark"), plot_flag()
+result_flags("plan_benchmark", plots=True)
 
 CASES = {
     "resnet18": flax_case("resnet18", 32, "photos"),
@@ -100,7 +108,8 @@ def load(name: str, kind: str) -> tuple[poet_jax.Graph, poet_jax.Costs]:
     start = time.monotonic()
     if kind == "instance":
         return poet_jax.load_instance(FOLDER / f"{name}.json")
-    graph = traced(CASES[name], kind)
+    # `reorder` would keep operands instead of gradients, which take no room there.
+    graph = traced(CASES[name], kind, COARSE[: 1 if kind == "activations" else 2])
     costs = poet_jax.price(graph, BENCHMARK_DEVICE)
     costs = dataclasses.replace(costs, joules=costs.seconds)  # a watt throughout
     if kind == "activations":
@@ -233,8 +242,6 @@ def plot(
     Panels are those of "graph kind" that are `chosen`, four in a line, or two if there
     are so few; by default all.
     """
-    from matplotlib.figure import Figure
-
     shortest = {
         (row["graph"], row["kind"], row["planner"], row["share"]): row
         for row in sorted(rows, key=lambda row: -float(row["time_limit"]))
@@ -244,7 +251,7 @@ def plot(
     columns = 4 if len(panels) > 4 else 2
     lines = -(-len(panels) // columns)
     size = 3 * columns, 2.6 * lines + 0.6
-    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    figure = new_figure(figsize=size, facecolor="white")
     axes = figure.subplots(lines, columns, squeeze=False)
     # Okabe and Ito's colours, which are told apart without red or green.
     styles = {
@@ -298,11 +305,11 @@ def plot(
 @program
 def main() -> None:
     folder = cli.output_folder()
-    if not PLOT.value:
+    if not flags.FLAGS.plot:
         run(folder / "plans.csv")
     rows = read_rows(folder / "plans.csv")
     plot(rows, folder / "plans.png")
-    if PLOT.value:
+    if flags.FLAGS.plot:
         plot(rows, pathlib.Path("docs/plans.png"), PAGE_PANELS)
 
 

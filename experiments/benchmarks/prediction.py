@@ -13,7 +13,6 @@ experiments/results/prediction/prediction.csv, in some fifteen minutes on two co
 
 import dataclasses
 import functools
-import pathlib
 import statistics
 import time
 from collections.abc import Callable
@@ -24,7 +23,7 @@ import optax
 from absl import app, flags, logging
 
 import poet_jax
-from experiments.program import output_flag, program, write_rows
+from experiments.program import program, result_flags, write_rows
 from experiments.steps import (
     Case,
     flax_case,
@@ -33,6 +32,7 @@ from experiments.steps import (
     training_step,
     unet_case,
 )
+from poet_jax import cli
 from poet_jax.core.graph import Graph
 from poet_jax.devices.calibrate import calibrated
 
@@ -47,8 +47,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "bert6": lambda: flax_case("bert6", 8, "text"),
 }
 MODELS = flags.DEFINE_list("models", list(CASES), "Which of the cases.")
-TURNS = flags.DEFINE_integer("turns", 5, "Timed steps of each kind.", lower_bound=1)
-OUTPUT = output_flag("prediction")
+TURNS = 5  # timed steps of each kind
+result_flags("prediction")
 SHORT_SECONDS = 0.1  # of a step that is timed ten times as often
 
 
@@ -111,8 +111,8 @@ def timed(runs: dict[str, Callable], fresh: Callable, batch) -> dict[str, float]
     states = {kind: fresh() for kind in runs}
     seconds: dict[str, list[float]] = {kind: [] for kind in runs}
     turns = 0
-    while turns <= TURNS.value or (
-        sum(map(sum, seconds.values())) < 2 * TURNS.value * SHORT_SECONDS
+    while turns <= TURNS or (
+        sum(map(sum, seconds.values())) < 2 * TURNS * SHORT_SECONDS
     ):
         for kind, run in compiled.items():
             start = time.perf_counter()
@@ -150,7 +150,7 @@ def ranks(rows: np.ndarray) -> np.ndarray:
 
 @program
 def main() -> None:
-    path = pathlib.Path(OUTPUT.value) / "prediction.csv"
+    path = cli.output_folder() / "prediction.csv"
     rows = []
     for name in MODELS.value:
         rows.append(measure(name))

@@ -23,7 +23,6 @@ import dataclasses
 import itertools
 import json
 import math
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -33,7 +32,9 @@ from absl import app, flags
 
 import poet_jax
 from experiments.benchmarks import measuring, memory
-from experiments.program import output_flag, program
+from experiments.program import program, result_flags
+from experiments.steps import in_ram
+from poet_jax import cli
 from poet_jax.cli import named_device
 
 SIZE = flags.DEFINE_integer("size", 32768, "Examples in the largest batch.", 8)
@@ -43,7 +44,7 @@ SCENARIO_NAMES = flags.DEFINE_list("scenarios", None, "Scenarios; all by default
 DEVICES = flags.DEFINE_list(
     "devices", ["RASPBERRY_PI_4", "this_machine"], "What steps are planned for."
 )
-OUTPUT = output_flag("shapes")
+result_flags("shapes")
 COLUMNS = (
     "scenario", "device", "budget_bytes", "compiled_bytes", "rise_bytes",
     "beyond_bytes", "steps",
@@ -158,7 +159,7 @@ def measure(scenario: str, device: str) -> dict[str, Any]:
         run(call)
     rise = memory.Rise()
     for call in itertools.islice(itertools.cycle(calls), STEPS.value):
-        arguments = measuring.array_bytes((weights, batches[call.examples]))
+        arguments = in_ram((weights, batches[call.examples]))
         with rise.of(arguments):
             run(call)
     return {
@@ -184,7 +185,7 @@ def main() -> None:
             "some of these, or no --scenarios for all."
         )
     measuring.fill(
-        pathlib.Path(OUTPUT.value) / "shapes.csv",
+        cli.output_folder() / "shapes.csv",
         COLUMNS,
         list(itertools.product(names, DEVICES.value)),
         measuring.in_process,

@@ -32,6 +32,7 @@ from absl import app
 from experiments.benchmarks import measuring
 from experiments.benchmarks.small_models import SMALL_STEPS
 from experiments.program import program
+from poet_jax.viz.figures import new_figure
 
 measuring.step_flags(
     "small_steps",
@@ -43,11 +44,9 @@ measuring.step_flags(
 
 def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
     """Time, first step and memory of every row, a mark for each share."""
-    from matplotlib.figure import Figure
-
     rows = [row for row in rows if row["ratio"]]
     names = [name for name in SMALL_STEPS if name in {row["model"] for row in rows}]
-    figure = Figure(figsize=(10, 1.5 + 0.25 * len(names)), layout="constrained")
+    figure = new_figure(figsize=(10, 1.5 + 0.25 * len(names)))
     panels = {
         "a step over jax.jit's": ("ratio", None),
         "the first step over jax.jit's": ("first_ratio", None),

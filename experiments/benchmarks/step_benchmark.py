@@ -40,6 +40,7 @@ from absl import app
 from experiments.benchmarks import measuring
 from experiments.program import program
 from experiments.steps import TrainingStep, flax_case, unet_case
+from poet_jax.viz.figures import new_figure
 
 measuring.step_flags(
     "step_benchmark",
@@ -68,9 +69,7 @@ def training(model: str, **options) -> TrainingStep:
 
 def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
     """Time against the budget, both over jax.jit's, a line for each model."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = new_figure(figsize=(7, 4.5))
     axis = figure.subplots()
     # Okabe and Ito's colours, which are told apart without red or green.
     colours = ["#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00",

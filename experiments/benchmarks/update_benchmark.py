@@ -12,7 +12,6 @@ the full step's. It writes experiments/results/update_benchmark/<model>.csv, a r
 each, in about twenty minutes on two cores; --model=bert2 --batch_size=2 takes one.
 """
 
-import pathlib
 import statistics
 import time
 from typing import Any
@@ -23,17 +22,18 @@ from absl import app, flags, logging
 
 import poet_jax
 from experiments.models import load_for_model, loss_fn, make_model
-from experiments.program import output_flag, program, write_rows
+from experiments.program import program, result_flags, write_rows
 from experiments.steps import in_ram
+from poet_jax import cli
 from poet_jax.core.costs import node_flops
 from poet_jax.update import Update, bias_only, full, last_blocks, lora
 
 MODEL = flags.DEFINE_string("model", "bert6", "A text model of experiments.models.")
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Windows in a batch.")
 SHARE = flags.DEFINE_float("share", 42.0, "Of the full step's keep-all, in per cent.")
-TURNS = flags.DEFINE_integer("turns", 5, "Timed steps of each.")
+TURNS = 5  # timed steps of each
 TIME_LIMIT = flags.DEFINE_float("time_limit", 20.0, "Seconds for each plan.")
-OUTPUT = output_flag("update_benchmark")
+result_flags("update_benchmark")
 
 SCHEMES = {
     "full": full(),
@@ -125,7 +125,7 @@ def main() -> None:
     for contestant in contestants.values():
         contestant.seconds.clear()
     turn = list(contestants.values())
-    for _ in range(TURNS.value):
+    for _ in range(TURNS):
         for contestant in turn:
             contestant.run()
         turn.append(turn.pop(0))
@@ -139,7 +139,7 @@ def main() -> None:
         if prefix:
             row["budget_bytes"] = budget_bytes
             row["budget_compiled_bytes"] = contestant.step.last_run.peak_bytes
-    path = pathlib.Path(OUTPUT.value) / f"{MODEL.value.partition(':')[0]}.csv"
+    path = cli.output_folder() / f"{MODEL.value.partition(':')[0]}.csv"
     write_rows(path, COLUMNS, rows.values())
     print(path.read_text())
 

@@ -11,14 +11,13 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from tqdm import tqdm
 
 import poet_jax
+from experiments import steps
 from experiments.paper import baselines
 from experiments.paper.layer_graphs import FOLDER
 from experiments.program import appending, read_rows
-from experiments.steps import flax_case, training_step
 from poet_jax.api.transform import PASSES
 from poet_jax.cli import named_device
 from poet_jax.planners.planner import (
@@ -67,19 +66,9 @@ def traced(
     model: str, dataset: str, batch_size: int, kind: str
 ) -> tuple[poet_jax.Graph, int]:
     """The graph of a gradient or a whole step, and how many arguments are the batch."""
-    case = flax_case(model, batch_size, dataset)
-    params, rest, batch = jax.eval_shape(case.init)
-    if kind == "gradient":
-        gradient = jax.value_and_grad(case.loss, has_aux=True)
-        graph = poet_jax.trace(jax.jit(gradient), params, rest, batch)
-    else:
-        optimizer = optax.adamw(1e-3)
-        state = params, rest, jax.eval_shape(optimizer.init, params)
-        step = jax.jit(training_step(case.loss, optimizer), donate_argnums=0)
-        graph = poet_jax.trace(step, state, batch)
-    for change in PASSES:
-        graph = change(graph)
-    return graph, len(jax.tree.leaves(batch))
+    case = steps.flax_case(model, batch_size, dataset)
+    *_, batch = jax.eval_shape(case.init)
+    return steps.traced(case, kind, PASSES), len(jax.tree.leaves(batch))
 
 
 @functools.lru_cache(maxsize=1)

@@ -30,10 +30,9 @@ from experiments.paper import points
 from experiments.paper.layer_graphs import instance_paths
 from experiments.program import (
     appending,
-    output_flag,
-    plot_flag,
     program,
     read_rows,
+    result_flags,
 )
 from poet_jax import cli
 from poet_jax.planners.planner import keep_everything
@@ -43,7 +42,7 @@ from poet_jax.viz.figures import new_figure
 QUESTIONS = ("ram", "instances", "deadline", "smallest", "rules")
 QUESTION = flags.DEFINE_enum("question", None, QUESTIONS, "What to ask.")
 TIME_LIMIT = flags.DEFINE_float("time_limit", 10.0, "Seconds for each MILP.")
-OUTPUT, PLOT = output_flag("paper"), plot_flag()
+result_flags("paper", plots=True)
 
 DEVICES = ("MKR1000", "NRF52840", "RASPBERRY_PI_4", "JETSON_TX2")
 PLANNERS = ("sqrt", "capuchin", "pofo", "paging", "remat", "milp")
@@ -366,7 +365,7 @@ def plot(folder: pathlib.Path) -> None:
 
 @program
 def main() -> None:
-    if QUESTION.value is None and not PLOT.value:
+    if QUESTION.value is None and not flags.FLAGS.plot:
         raise ValueError(
             "No question was asked. The questions are "
             f"{', '.join(QUESTIONS)}. Use --question=ram, or --plot for the figures."

@@ -48,6 +48,7 @@ from experiments.models import loss_fn
 from experiments.program import program, read_rows
 from experiments.sparse import schemes
 from experiments.sparse.halves import Halves, learned, load_halves, with_new_head
+from experiments.steps import plain_step
 from poet_jax import cli
 from poet_jax.update import Update, bias_only, full, last_blocks
 
@@ -159,7 +160,7 @@ def measure(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
         rows.append({"seed": seed} | result)
         logging.info("%s", rows[-1])
     row |= schemes.measured(
-        step, example, schemes.plain_step(usual, optimizer), flags.FLAGS.pairs
+        step, example, plain_step(usual, optimizer), flags.FLAGS.pairs
     )
     return [row | result for result in rows]
 

@@ -34,6 +34,7 @@ from experiments.sparse import adapt, schemes
 from experiments.sparse.halves import Halves
 from poet_jax import cli
 from poet_jax.update import Update, contributions, search
+from poet_jax.viz.figures import new_figure
 
 PARTS = ("expand", "depthwise", "project")
 SEED = 100
@@ -144,9 +145,7 @@ def scored(path: pathlib.Path) -> dict[str, float]:
 
 def plot(gains: dict[str, float], chosen: set[str], folder: pathlib.Path) -> None:
     """A bar for each convolution, by block; dark outlines for those that are chosen."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    figure = new_figure(figsize=(7, 3.2))
     axis = figure.subplots()
     # Okabe and Ito's colours.
     colours = dict(zip(PARTS, ("#0072B2", "#E69F00", "#009E73"), strict=True))

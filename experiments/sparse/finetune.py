@@ -37,6 +37,7 @@ from experiments.program import program, read_rows
 from experiments.sparse import schemes
 from experiments.sparse.minilm import load_minilm
 from experiments.sparse.passages import CHAPTERS, chapters_task
+from experiments.steps import plain_step
 from poet_jax import cli
 from poet_jax.update import Update, bias_only, full, last_blocks
 
@@ -123,9 +124,7 @@ def measure(key: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         row |= schemes.outcome(losses, step.merged(), task.held_out)
     else:
         step(example)  # compiles
-    plain = schemes.plain_step(
-        load_minilm(len(CHAPTERS), seed=key["seed"])[0], optimizer
-    )
+    plain = plain_step(load_minilm(len(CHAPTERS), seed=key["seed"])[0], optimizer)
     yield row | schemes.measured(step, example, plain, flags.FLAGS.pairs)
 
 

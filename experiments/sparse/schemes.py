@@ -28,10 +28,11 @@ import poet_jax
 from experiments.benchmarks import memory
 from experiments.data import Dataset
 from experiments.models import loss_fn
-from experiments.program import appending, child, output_flag, plot_flag
+from experiments.program import appending, child, result_flags
 from experiments.steps import in_ram
 from poet_jax.core.plan import parse_budget
 from poet_jax.update import Update
+from poet_jax.viz.figures import new_figure
 
 flags.disclaim_key_flags()  # what is defined here is a flag of the caller's
 Schemes = Mapping[str, tuple[Update, float]]
@@ -65,8 +66,7 @@ def define_flags(schemes: Schemes, folder: str, pairs: int, least_steps: int) ->
     flags.DEFINE_integer("pairs", pairs, "Steps of each kind to time in turns.")
     flags.DEFINE_float("time_limit", 20.0, "Seconds for each plan.")
     flags.DEFINE_string("plan_cache", "outputs/plans", "Folder that keeps plans.")
-    output_flag(folder)
-    plot_flag()
+    result_flags(folder, plots=True)
 
 
 def named_scheme(text: str, schemes: Schemes, **options: Any) -> tuple[Update, float]:
@@ -127,21 +127,6 @@ def accuracy(model: Any, examples: Dataset) -> float:
     ]
     right = np.concatenate(answers)[: len(examples.labels)] == examples.labels
     return float(right.mean())
-
-
-def plain_step(
-    model: nnx.Module, optimizer: optax.GradientTransformation
-) -> Callable[[Any], jax.Array]:
-    """Full training by `nnx.jit`: a function from a batch to its loss."""
-    state = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
-
-    def step(model, state, batch):
-        loss, gradients = nnx.value_and_grad(loss_fn)(model, batch)
-        state.update(model, gradients)
-        return loss
-
-    jitted = nnx.jit(step, donate_argnums=(0, 1))
-    return lambda batch: jitted(model, state, batch)
 
 
 def move_to_storage(step: Any, batch: Any, store: poet_jax.FileStore) -> None:
@@ -290,7 +275,6 @@ def plot_schemes(
             path,
         )
         return
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     full_joules = mean_joules(full)
@@ -299,7 +283,7 @@ def plot_schemes(
         return max(x.accuracy for x in marks[name] if x.accuracy is not None)
 
     names = sorted(marks, key=best)
-    figure = Figure(figsize=(11, 1.4 + 0.28 * len(names)), layout="constrained")
+    figure = new_figure(figsize=(11, 1.4 + 0.28 * len(names)))
     accuracy, memory, time, energy = figure.subplots(1, 4, sharey=True)
     # Okabe and Ito's colours, which are told apart without red or green.
     devices = dict(zip(DEVICES, (("#0072B2", "o"), ("#D55E00", "|")), strict=True))

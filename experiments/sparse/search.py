@@ -31,12 +31,13 @@ from absl import app, flags, logging
 import poet_jax
 from experiments.data import Dataset
 from experiments.models import loss_fn
-from experiments.program import appending, output_flag, plot_flag, program, read_rows
+from experiments.program import appending, program, read_rows, result_flags
 from experiments.sparse.minilm import load_minilm
 from experiments.sparse.passages import CHAPTERS, chapters_task
 from experiments.sparse.schemes import WITHOUT_LIMIT, accuracy
 from poet_jax import cli
 from poet_jax.update import Found, Update, contributions, evolve, search
+from poet_jax.viz.figures import new_figure
 
 HEAD = {"head/**": 1.0}  # new, so every scheme trains it
 PARTS = ("attention/**", "feed_forward/up/**", "feed_forward/down/**")
@@ -55,7 +56,7 @@ DEADLINES = flags.DEFINE_multi_float(
 PLAN_CACHE = flags.DEFINE_string(
     "plan_cache", "outputs/plans", "Folder for costs and plans."
 )
-OUTPUT, PLOT = output_flag("finetune"), plot_flag()
+result_flags("finetune", plots=True)
 COLUMNS = (
     "memory", "deadline", "method", "gain", "bound", "items", "planned",
     "search_seconds", "full_seconds", "full_bytes", "budget_bytes", "planned_seconds",
@@ -164,13 +165,11 @@ def run(folder: pathlib.Path) -> None:
 
 def plot(folder: pathlib.Path) -> None:
     """Gains by block and part, and which of them each search chose."""
-    from matplotlib.figure import Figure
-
     rows = read_rows(folder / "searches.csv")
     lines = (folder / "contributions.jsonl").read_text().splitlines()
     scores = {tuple(x["update"]): x["score"] for x in map(json.loads, lines)}
     base = scores[tuple(HEAD)]
-    figure = Figure(figsize=(9, 3 + 0.35 * len(rows)), layout="constrained")
+    figure = new_figure(figsize=(9, 3 + 0.35 * len(rows)))
     upper, lower = figure.subplots(
         2, 1, sharex=True, height_ratios=[2.4, 0.35 * len(rows)]
     )
@@ -209,7 +208,7 @@ def plot(folder: pathlib.Path) -> None:
 @program
 def main() -> None:
     folder = cli.output_folder()
-    if not PLOT.value:
+    if not flags.FLAGS.plot:
         run(folder)
     plot(folder)
 
