@@ -1,4 +1,4 @@
-"""What the programs here share: their mains, flags, rows, results and children."""
+"""What the experiments share: mains, flags, rows, results and children."""
 
 import contextlib
 import csv

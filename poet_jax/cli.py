@@ -43,9 +43,10 @@ RULES = {f.__name__: f for f in (keep_all, sqrt, greedy, paging_only)}
 DEFAULT_BUDGET = "80%"
 DRAWN_NODES = 300  # more take Graphviz minutes
 HOW_TO_RETURN = (
-    "It returns a step with its arguments, arrays or jax.ShapeDtypeStructs. A step is "
-    "a function of arrays, or made by poet_jax.schedule, poet_jax.train_step or "
-    "poet_jax.nnx.schedule. Use for example `return step, state, batch`."
+    "Such a function returns a step with its arguments, arrays or "
+    "jax.ShapeDtypeStructs. A step is a function of arrays, or made by "
+    "poet_jax.schedule, poet_jax.train_step or poet_jax.nnx.schedule. Use for example "
+    "`return step, state, batch`."
 )
 # How each flag is defined.
 FLAGS: dict[str, tuple[Callable[..., Any], Any, str]] = {
@@ -213,7 +214,7 @@ def loaded(target: str) -> tuple[Any, ...]:
     if not inspect.isfunction(make) or inspect.signature(make).parameters:
         raise ValueError(
             f"{path} was asked for a function {name} without arguments, and has none. "
-            f"Its functions are {_signatures(module)}. Write {name}(): {HOW_TO_RETURN}"
+            f"Its functions are {_signatures(module)}. {HOW_TO_RETURN}"
         )
     with _errors_of(target):
         made = make()
@@ -352,7 +353,15 @@ def instance(path: str) -> tuple[Graph, Costs]:
 
 
 def explain_target(target: str) -> None:
-    """Explain the step or the instance that `target` names."""
+    """Explain the step or the instance that `target` names.
+
+    Raises ValueError for --budgets, of which an explanation has one.
+    """
+    if flags.FLAGS.budgets is not None:
+        raise ValueError(
+            f"--budgets={','.join(flags.FLAGS.budgets)} was given for an explanation. "
+            "It is of one plan. Use --budget=75%, or sweep for several budgets."
+        )
     if target.endswith(".json"):
         planner = asked_planner() or MilpPlanner()
         explain(make_schedule(*instance(target), asked_budget(None), planner))

@@ -200,7 +200,7 @@ def test_an_instance_is_explained_and_swept(instance, capsys, tmp_path):
         (("explain", "other.json"), {}, "other.json"),
         (("explain", "own.py:missing"), {}, r"plain\(\), .*takes_one\(x\)"),
         (("explain", "own.py:takes_one"), {}, "Use for example `return step, state"),
-        (("explain", "own.py:nothing"), {}, "returned one NoneType. It returns a step"),
+        (("explain", "own.py:nothing"), {}, "returned one NoneType. Such a function"),
         (("explain", "own.py:without_arguments"), {}, r"a tuple of \['function'\]"),
         (("explain", "own.py:without_its_batch"), {}, "Use `return step, batch`"),
         (("explain", "own.py:plain"), {"budget": "64"}, "a number and a unit"),
@@ -210,6 +210,7 @@ def test_an_instance_is_explained_and_swept(instance, capsys, tmp_path):
         (("explain", "own.py:of_nnx"), {"donate_argnums": [0]}, "a plain function"),
         (("explain", "own.py:scheduled"), {"budget": "1KiB"}, "a budget of at least"),
         (("sweep", "own.py:plain"), {"budget": "75%"}, "Use --budgets=40%"),
+        (("explain", "own.py:plain"), {"budgets": ["75%"]}, "Use --budget=75%"),
     ],
 )
 def test_a_mistake_is_told_with_what_to_use(
