@@ -13,7 +13,6 @@ which photograph a patch was cut from. Parameters and moments count as memory, t
 """
 
 import functools
-import pathlib
 import statistics
 import time
 
@@ -29,6 +28,9 @@ import poet_jax
 from experiments.benchmarks import memory
 from experiments.data import DatasetSpec, load_dataset
 from experiments.models import loss_fn, make_model
+from experiments.program import program
+from experiments.steps import in_ram
+from poet_jax import cli
 from poet_jax.core.units import format_bytes, format_seconds
 
 BUDGET = flags.DEFINE_string("budget", "42%", "Memory budget: a size or a percentage.")
@@ -48,9 +50,8 @@ def fresh_model(spec: DatasetSpec) -> nnx.Module:
     return model
 
 
-def main(argv):
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+@program
+def main() -> None:
     dataset = load_dataset("photos")
     batches = [
         jax.tree.map(jnp.asarray, batch)
@@ -72,17 +73,14 @@ def main(argv):
     )
     schedule = step.plan(batches[0])
     print(f"\n{schedule}\n")
-    folder = pathlib.Path(OUTPUT.value)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = cli.output_folder()
     schedule.plot(folder / "plan.png")
     schedule.to_json(folder / "plan.json")
 
     gradients, rises = None, []
     bar = tqdm(batches, desc="training", unit="step")
     for batch in bar:
-        arguments = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model)))
-        arguments += sum(x.nbytes for x in jax.tree.leaves(nnx.state(step.optimizer)))
-        arguments += sum(x.nbytes for x in batch)
+        arguments = in_ram((nnx.state(model), nnx.state(step.optimizer), batch))
         if len(rises) < 2:  # the first step leaves its gradients
             rise = memory.Rise()
         with rise.of(arguments):

@@ -175,18 +175,6 @@ def loss_fn(model, batch) -> jax.Array:
     return losses.mean()
 
 
-def resnet_nnx(
-    depth: int, num_classes: int, rngs: nnx.Rngs, width: int = 64
-) -> nnx.Module:
-    """A ResNet of `depth` 18, 34 or 50 for images [batch, height, width, 3]."""
-    return NnxResNet(depth, num_classes, width, (32, 32, 3), rngs=rngs)
-
-
-ResNet18 = functools.partial(resnet_nnx, 18, 10)
-ResNet34 = functools.partial(resnet_nnx, 34, 10)
-ResNet50 = functools.partial(resnet_nnx, 50, 10)
-
-
 # Multilayer perceptron.
 
 

@@ -1,20 +1,12 @@
-"""Draw the figure of a plan in docs/tutorials.
+"""The step whose plan is drawn in docs/tutorials; `make figures` draws it.
 
-    python -m experiments.plan_figure
-
-plans its step within 52 MiB for a Jetson TX2, and writes
-docs/plan.png, in half a minute. Everything in the figure is planned: nothing runs.
+Everything in the figure is planned: nothing runs.
 """
-
-import pathlib
 
 import jax
 import jax.numpy as jnp
-from absl import app
 
 import poet_jax
-
-PATH = pathlib.Path(__file__).parent.parent / "docs" / "plan.png"
 
 
 def loss_fn(weights, x, y):
@@ -28,22 +20,12 @@ def step(weights, x, y):
     return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)], loss
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    data = jax.ShapeDtypeStruct((8192, 256), jnp.float32)
-    weights = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 4
+def make_step():
+    """As `python -m poet_jax explain` takes it."""
+    planner = poet_jax.MilpPlanner(time_limit_seconds=10)
+    device = poet_jax.devices.JETSON_TX2
     train = poet_jax.schedule(
-        step,
-        "52MiB",
-        donate_argnums=0,
-        device=poet_jax.devices.JETSON_TX2,
-        planner=poet_jax.MilpPlanner(time_limit_seconds=10),
+        step, "52MiB", donate_argnums=0, device=device, planner=planner
     )
-    schedule = train.plan(weights, data, data)
-    print(schedule)
-    schedule.plot(PATH)
-
-
-if __name__ == "__main__":
-    app.run(main)
+    data = jax.ShapeDtypeStruct((8192, 256), jnp.float32)
+    return train, [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 4, data, data

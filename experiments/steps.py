@@ -1,13 +1,10 @@
-"""Training steps as plain functions of pytrees, and rows of results, for the
-benchmarks."""
+"""Training steps as plain functions of pytrees, for the benchmarks."""
 
 import contextlib
-import csv
 import dataclasses
-import json
+import functools
 import math
-import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 from unittest import mock
 
@@ -26,8 +23,10 @@ from experiments.models import (
     loss_fn,
     make_model,
 )
-from poet_jax import DeviceProfile, PagedArray, devices
+from poet_jax import DeviceProfile, PagedArray
+from poet_jax.passes import Pass
 
+COARSE = poet_jax.passes.group, poet_jax.passes.reorder
 # What `plan_benchmark` prices graphs for, the same on every machine.
 BENCHMARK_DEVICE = DeviceProfile(
     name="60 GFLOP/s, 8 GB/s",
@@ -78,23 +77,6 @@ class TrainingStep:
         return cls(init, training_step(case.loss, optimizer))
 
 
-def named_device(name: str, also: Sequence[str] = ()) -> DeviceProfile:
-    """The device called `name` in `poet_jax.devices`, or a profile's path.
-
-    Raises ValueError for any other name, and for a profile that makes no sense; `also`
-    are names that the caller knows.
-    """
-    if name.endswith((".toml", ".json")):
-        return DeviceProfile.load(name)
-    if name not in devices.ALL:
-        raise ValueError(
-            f"A device named {name!r} was asked for. The devices are "
-            f"{', '.join((*also, *devices.ALL))}. Type one of these, or a path that "
-            "ends in .toml or .json for a profile of your own."
-        )
-    return devices.ALL[name]
-
-
 def training_step(loss, optimizer: optax.GradientTransformation):
     """(state, batch) -> (state, loss), where state is (params, rest, moments)."""
 
@@ -108,16 +90,30 @@ def training_step(loss, optimizer: optax.GradientTransformation):
     return step
 
 
+def plain_step(
+    model: nnx.Module, optimizer: optax.GradientTransformation
+) -> Callable[[Any], jax.Array]:
+    """Full training by `nnx.jit`: a function from a batch to its loss."""
+    state = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
+
+    def step(model, state, batch):
+        loss, gradients = nnx.value_and_grad(loss_fn)(model, batch)
+        state.update(model, gradients)
+        return loss
+
+    jitted = nnx.jit(step, donate_argnums=(0, 1))
+    return lambda batch: jitted(model, state, batch)
+
+
 def new_state(optimizer: optax.GradientTransformation, params, rest):
     """State for `training_step`, of copies of its own, so that it can be donated."""
     own = jax.tree.map(jnp.copy, (params, rest))
     return *own, optimizer.init(own[0])
 
 
-def traced(case: Case, kind: str) -> poet_jax.Graph:
+def traced(case: Case, kind: str, passes: Iterable[Pass]) -> poet_jax.Graph:
     """The graph of a "step" with AdamW, or of its gradient alone, traced on shapes."""
     params, rest, batch = jax.eval_shape(case.init)
-
     if kind != "step":
         gradient = jax.value_and_grad(case.loss, has_aux=True)
         graph = poet_jax.trace(jax.jit(gradient), params, rest, batch)
@@ -126,9 +122,7 @@ def traced(case: Case, kind: str) -> poet_jax.Graph:
         moments = jax.eval_shape(optimizer.init, params)
         step = jax.jit(training_step(case.loss, optimizer), donate_argnums=0)
         graph = poet_jax.trace(step, (params, rest, moments), batch)
-    coarse = poet_jax.passes.group(graph)
-    # `reorder` would keep operands instead of gradients, which take no room there.
-    return coarse if kind == "activations" else poet_jax.passes.reorder(coarse)
+    return functools.reduce(lambda graph, change: change(graph), passes, graph)
 
 
 def in_ram(tree) -> int:
@@ -294,18 +288,3 @@ def gru_case(batch_size: int = 32, length: int = 64, width: int = 128) -> Case:
         return kernels, (), (inputs, jnp.zeros(batch_size, jnp.int32))
 
     return Case(init, loss)
-
-
-def write_result(folder: str, model: str, result: dict[str, Any]) -> None:
-    """Write `result` as JSON to a file of the model's name, without its options."""
-    path = pathlib.Path(folder) / f"{model.partition(':')[0]}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def read_rows(path: pathlib.Path) -> list[dict[str, str]]:
-    """The rows of a CSV file; none if it does not exist yet."""
-    if not path.exists():
-        return []
-    with open(path, newline="") as file:
-        return list(csv.DictReader(file))

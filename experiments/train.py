@@ -9,85 +9,26 @@ modelled.
 """
 
 import json
-import logging
 import math
-import pathlib
 import time
 from typing import Any
 
 import jax
-import optax
 from absl import app, flags
 from flax import nnx
 from tqdm import tqdm
 
 import poet_jax
-from experiments.data import DATASETS
-from experiments.models import FRAMEWORKS, load_for_model, loss_fn, make_model
-from experiments.steps import named_device
+from experiments import zoo
+from experiments.program import program
+from poet_jax import cli
 from poet_jax.core.units import format_bytes, format_joules, format_seconds
 
-PLANNERS = ("keep_all", "sqrt", "greedy", "paging_only", "paper", "milp")
-
-MODEL = flags.DEFINE_string(
-    "model", "cnn", "Model, such as resnet18 or bert:layers=2,width=128,heads=2."
-)
-FRAMEWORK = flags.DEFINE_enum(
-    "framework", "nnx", FRAMEWORKS, "Flax interface that the model is written in."
-)
-DATASET = flags.DEFINE_string("dataset", "mnist", f"One of {', '.join(DATASETS)}.")
-DATA_FOLDER = flags.DEFINE_string(
-    "data_folder", None, "Folder with data_batch_1 to data_batch_5 of cifar10."
-)
-BUDGET = flags.DEFINE_string(
-    "budget",
-    None,
-    "Memory of a step, as 64MiB or as 30% of what keep-all needs; by default 80% on "
-    "host and the device's RAM on any other device.",
-)
-DEVICE = flags.DEFINE_string(
-    "device",
-    "host",
-    "Whose costs the plan is for: host, this machine as measured, the path of a "
-    f"profile in TOML or JSON, or one of {', '.join(poet_jax.devices.ALL)}.",
-)
 BATTERY = flags.DEFINE_float(
     "battery_wh", None, "Watt hours of a battery, to say how long it lasts."
 )
-PLANNER = flags.DEFINE_enum(
-    "planner", "milp", PLANNERS, "What decides to keep, remat or page each value."
-)
-SOLVER = flags.DEFINE_enum(
-    "solver", "CBC", ("CBC", "HIGHS"), "Solver of the milp and paper planners."
-)
-OBJECTIVE = flags.DEFINE_enum(
-    "objective", "energy", ("energy", "time"), "What the milp planner minimises."
-)
-TIME_LIMIT = flags.DEFINE_float(
-    "time_limit", 60.0, "Seconds that the milp and paper planners may take."
-)
-PLAN_CACHE = flags.DEFINE_string(
-    "plan_cache", None, "Folder that keeps plans, so that a later start plans nothing."
-)
-BATCH_SIZE = flags.DEFINE_integer("batch_size", 64, "Examples per step.", lower_bound=1)
 STEPS = flags.DEFINE_integer("steps", 100, "Steps to train for.", lower_bound=1)
-LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-3, "Learning rate of AdamW.")
-SEED = flags.DEFINE_integer("seed", 0, "Seed of parameters, dropout and batches.")
-OUTPUT = flags.DEFINE_string(
-    "output", "outputs/train", "Folder for what is written down."
-)
-
-
-def make_device(name: str) -> poet_jax.DeviceProfile:
-    """This machine for "host", or `named_device`."""
-    return poet_jax.host() if name == "host" else named_device(name, also=("host",))
-
-
-def make_budget(budget: str | None, device: poet_jax.DeviceProfile) -> str | int:
-    """`budget`, or what a device has where that is not said."""
-    if budget is not None:
-        return budget
-    return "80%" if device.rates else device.ram_bytes
+flags.adopt_module_key_flags(zoo)
 
 
 def spent(
@@ -135,21 +76,6 @@ def describe(spent: dict[str, float], device: poet_jax.DeviceProfile) -> str:
     return "\n".join(lines)
 
 
-def make_planner(
-    name: str, solver: str, objective: str, time_limit_seconds: float
-) -> Any:
-    """The planner called `name`; the rest is for those that solve a MILP."""
-    if name == "milp":
-        return poet_jax.MilpPlanner(
-            solver=solver, objective=objective, time_limit_seconds=time_limit_seconds
-        )
-    if name == "paper":
-        return poet_jax.PaperPlanner(
-            solver=solver, time_limit_seconds=time_limit_seconds
-        )
-    return getattr(poet_jax.planners, name)
-
-
 def bind(step, model, seed: int, batch) -> tuple[poet_jax.Schedule, Any]:
     """The schedule of `step`, and a function from a batch to its loss after a step."""
     if isinstance(model, nnx.Module):
@@ -182,29 +108,16 @@ def train() -> list[dict]:
 
     Raises ValueError and FileNotFoundError for flags that do not go together.
     """
-    dataset = load_for_model(MODEL.value, DATASET.value, DATA_FOLDER.value)
-    model = make_model(
-        MODEL.value, FRAMEWORK.value, dataset_spec=dataset.spec, seed=SEED.value
-    )
-    device = make_device(DEVICE.value)
-    step = poet_jax.train_step(
-        model,
-        make_budget(BUDGET.value, device),
-        loss_fn=loss_fn,
-        optimizer=optax.adamw(LEARNING_RATE.value),
-        device=device,
-        planner=make_planner(
-            PLANNER.value, SOLVER.value, OBJECTIVE.value, TIME_LIMIT.value
-        ),
-        plan_cache=PLAN_CACHE.value,
-    )
-    output = pathlib.Path(OUTPUT.value)
-    output.mkdir(parents=True, exist_ok=True)
+    dataset = zoo.load_data()
+    model = zoo.load_model(dataset)
+    device = cli.asked_device() or poet_jax.host()
+    step = zoo.train_step(model)
+    output, batch_size, seed = cli.output_folder(), zoo.BATCH_SIZE.value, zoo.SEED.value
 
-    example = next(dataset.batches(BATCH_SIZE.value, SEED.value, 1))
-    schedule, update = bind(step, model, SEED.value, example)
+    example = next(dataset.batches(batch_size, seed, 1))
+    schedule, update = bind(step, model, seed, example)
     print(schedule)
-    steps_per_epoch = -(-len(dataset.inputs) // BATCH_SIZE.value)
+    steps_per_epoch = -(-len(dataset.inputs) // batch_size)
     modelled = spent(schedule, device, steps_per_epoch, BATTERY.value)
     (output / "device.json").write_text(json.dumps(modelled, indent=1) + "\n")
     print(describe(modelled, device))
@@ -213,7 +126,7 @@ def train() -> list[dict]:
     schedule.plot(output / "plan.png")
 
     lines = []
-    batches = dataset.batches(BATCH_SIZE.value, SEED.value, STEPS.value)
+    batches = dataset.batches(batch_size, seed, STEPS.value)
     progress = tqdm(batches, total=STEPS.value, unit="step")
     with open(output / "metrics.jsonl", "w") as file:
         for number, batch in enumerate(progress):
@@ -231,20 +144,12 @@ def train() -> list[dict]:
     return lines
 
 
-def main(argv: list[str]) -> None:
-    """Train; flags that do not go together end the program with their message."""
-    if len(argv) > 1:
-        raise SystemExit(
-            f"The arguments {argv[1:]} were given. Only flags are understood. Type "
-            "--help for the flags."
-        )
-    for name in ("jax", "mip"):
-        logging.getLogger(name).setLevel(logging.WARNING)
-    try:
-        train()
-    except (ValueError, FileNotFoundError, poet_jax.BudgetTooSmall) as error:
-        raise SystemExit(str(error)) from error
+@program
+def main() -> None:
+    train()
 
 
 if __name__ == "__main__":
+    flags.FLAGS.set_default("output", "outputs/train")
+    flags.FLAGS.set_default("time_limit", 60.0)
     app.run(main)

@@ -21,14 +21,13 @@ from tqdm import tqdm
 
 import poet_jax
 from experiments.benchmarks import memory
-from experiments.steps import write_result
+from experiments.program import program, result_flags, write_result
+from experiments.steps import training_step
 from poet_jax.core.units import format_bytes
 
 STEPS = flags.DEFINE_integer("steps", 2000, "Steps.", 10)
 BUDGET = flags.DEFINE_string("budget", "75%", "Budget of a step.")
-OUTPUT = flags.DEFINE_string(
-    "output", "experiments/results/endurance", "Folder for the result."
-)
+result_flags("endurance")
 WIDTH, HIDDEN, LAYERS, BATCH = 128, 512, 4, 512
 
 
@@ -45,9 +44,8 @@ def held(store: poet_jax.FileStore) -> dict[str, int]:
     }
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+@program
+def main() -> None:
     optimizer, store = optax.adamw(1e-4), poet_jax.FileStore()
 
     def init(key):
@@ -57,22 +55,16 @@ def main(argv: list[str]) -> None:
             jax.random.normal(k, shape) / shape[0] ** 0.5
             for k, shape in zip(keys, shapes, strict=True)
         ]
-        return params, optimizer.init(params)
+        return params, (), optimizer.init(params)
 
-    def loss_fn(params, x):
+    def loss_fn(params, rest, x):
         y = x
         for kernel in params:
             y = jnp.tanh(y @ kernel)
-        return jnp.mean((y - x) ** 2)
-
-    def step(state, x):
-        params, moments = state
-        loss, gradients = jax.value_and_grad(loss_fn)(params, x)
-        updates, moments = optimizer.update(gradients, moments, params)
-        return (optax.apply_updates(params, updates), moments), loss
+        return jnp.mean((y - x) ** 2), rest
 
     scheduled = poet_jax.schedule(
-        step,
+        training_step(loss_fn, optimizer),
         BUDGET.value,
         donate_argnums=0,
         executor=poet_jax.HostExecutor(store),
@@ -98,14 +90,13 @@ def main(argv: list[str]) -> None:
         print(f"  {name:15s}", *(f"{show(x[name]):>12s}" for x in samples.values()))
     print(f"  loss            {losses[0]:12.6f} {losses[-1]:12.6f}")
     result = {
-        "command": f"python -m experiments.benchmarks.endurance --steps={STEPS.value}",
         "recomputed": run.recomputed,
         "bytes_paged_in": run.bytes_paged_in,
         "bytes_paged_out": run.bytes_paged_out,
         **samples,
         "losses": [losses[0], losses[-1]],
     }
-    write_result(OUTPUT.value, "endurance", result)
+    write_result("endurance", result)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ That control is part of the result.
 """
 
 import json
-import pathlib
 
 import jax
 import numpy as np
@@ -24,6 +23,8 @@ from tqdm import tqdm
 
 import poet_jax
 from experiments.models import load_for_model, loss_fn, make_model
+from experiments.program import program, result_flags, write_result
+from experiments.steps import plain_step
 
 MODEL = flags.DEFINE_string("model", "resnet18", "Model, in float32.")
 DATASET = flags.DEFINE_string("dataset", "photos", "Data that the model is trained on.")
@@ -31,9 +32,7 @@ BUDGET = flags.DEFINE_string("budget", "60%", "Memory of a step.")
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Examples in a batch.", 1)
 STEPS = flags.DEFINE_integer("steps", 20, "Steps of SGD.", 1)
 LEARNING_RATE = flags.DEFINE_float("learning_rate", 1e-5, "Learning rate of SGD.")
-OUTPUT = flags.DEFINE_string(
-    "output", "experiments/results/fidelity", "Folder for the results."
-)
+result_flags("fidelity")
 
 
 def leaves(tree) -> list[np.ndarray]:
@@ -70,18 +69,12 @@ def compare() -> dict:
     def fresh():
         return make_model(MODEL.value, "nnx", dataset_spec=dataset.spec, seed=0)
 
-    @nnx.jit
-    def plain_step(model, optimizer, batch):
-        loss, gradients = nnx.value_and_grad(loss_fn)(model, batch)
-        optimizer.update(model, gradients)
-        return loss
-
     def plain(scale, label):
         model = fresh()
         scaled = jax.tree.map(lambda x: x * scale, nnx.state(model, nnx.Param))
         nnx.update(model, scaled)
-        optimizer = nnx.Optimizer(model, optax.sgd(LEARNING_RATE.value), wrt=nnx.Param)
-        return losses_of(lambda x: plain_step(model, optimizer, x), batches, label)
+        step = plain_step(model, optax.sgd(LEARNING_RATE.value))
+        return losses_of(step, batches, label)
 
     expected = plain(1.0, "jax.jit")
     control = plain(1 + 1e-7, "control")
@@ -95,10 +88,7 @@ def compare() -> dict:
     }
     trained = []
     for planner in (poet_jax.greedy, poet_jax.planners.paging_only):
-        options = {
-            "planner": planner,
-            "device": poet_jax.devices.RASPBERRY_PI_4,
-        }
+        options = {"planner": planner, "device": poet_jax.devices.RASPBERRY_PI_4}
         difference = gradient_difference(fresh(), batches[0], options)
         model = fresh()
         step = poet_jax.train_step(
@@ -122,14 +112,11 @@ def compare() -> dict:
     return result
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    text = json.dumps(compare(), indent=2)
-    print(text)
-    folder = pathlib.Path(OUTPUT.value)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{MODEL.value.split(':')[0]}.json").write_text(text + "\n")
+@program
+def main() -> None:
+    result = compare()
+    print(json.dumps(result, indent=1))
+    write_result(MODEL.value, result)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ from absl import app, flags
 
 import poet_jax
 from experiments.benchmarks import memory
-from experiments.steps import TrainingStep, flax_case, in_ram, write_result
+from experiments.program import child, program, result_flags, write_result
+from experiments.steps import TrainingStep, flax_case, in_ram
 from poet_jax.core.units import format_bytes
 
 MODEL = flags.DEFINE_string("model", "resnet18", "Model; see experiments.models.")
@@ -43,9 +44,7 @@ PAGED_STATE = flags.DEFINE_bool(
     "paged_state", False, "Keep parameters and moments in a file between steps."
 )
 STEPS = flags.DEFINE_integer("steps", 3, "Steps under the limit.", 1)
-OUTPUT = flags.DEFINE_string(
-    "output", "experiments/results/hard_limit", "Folder for the outcomes."
-)
+result_flags("hard_limit")
 CHILD = flags.DEFINE_enum(
     "child", None, ["poet_jax", "jax.jit"], "For the program's own children."
 )
@@ -53,7 +52,7 @@ LIMIT = flags.DEFINE_integer("budget_bytes", None, "For the program's own childr
 SLACK_BYTES = 8 * 2**20
 
 
-def child(kind: str) -> None:
+def train(kind: str) -> None:
     """Get ready, say so, wait for a line on standard input, and train."""
     case = flax_case(MODEL.value, BATCH_SIZE.value, DATASET.value)
     training = TrainingStep.of(case, optax.adamw(1e-3))
@@ -94,8 +93,7 @@ def child(kind: str) -> None:
 def outcome(kind: str, budget_bytes: int | None) -> dict[str, object]:
     """Run a child of `kind` under its limit, and say what became of it."""
     group = memory.MemoryGroup(f"poet_jax-{os.getpid()}")
-    command = [sys.executable, "-m", "experiments.benchmarks.hard_limit", *sys.argv[1:]]
-    command += [f"--child={kind}", f"--budget_bytes={budget_bytes or 0}"]
+    command = child(f"--child={kind}", f"--budget_bytes={budget_bytes or 0}")
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
@@ -126,11 +124,10 @@ def outcome(kind: str, budget_bytes: int | None) -> dict[str, object]:
     }
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+@program
+def main() -> None:
     if CHILD.value:
-        child(CHILD.value)
+        train(CHILD.value)
         return
     ours = outcome("poet_jax", None)
     plain = outcome("jax.jit", ours["budget_bytes"])
@@ -141,11 +138,7 @@ def main(argv: list[str]) -> None:
     )
     for row in (ours, plain):
         print(f"  {row['step']:9s} {row['outcome']}")
-    command = (
-        f"python -m experiments.benchmarks.hard_limit {' '.join(sys.argv[1:])}".strip()
-    )
-    result = {"command": command, "rows": [ours, plain]}
-    write_result(OUTPUT.value, MODEL.value, result)
+    write_result(MODEL.value, {"rows": [ours, plain]})
 
 
 if __name__ == "__main__":

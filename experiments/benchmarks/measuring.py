@@ -2,10 +2,8 @@
 which is measured in a process of its own."""
 
 import contextlib
-import csv
 import itertools
 import json
-import os
 import pathlib
 import random
 import statistics
@@ -17,11 +15,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags, logging
+from absl import flags, logging
 
 import poet_jax
 from experiments.benchmarks import memory
-from experiments.steps import TrainingStep, read_rows
+from experiments.program import child, read_rows, result_flags, write_rows
+from experiments.steps import TrainingStep, in_ram
+from poet_jax import cli
 
 CHILD = flags.DEFINE_list("child", None, "For the program's own children.")
 ONLY_MISSING = flags.DEFINE_bool(
@@ -75,7 +75,7 @@ def watched(contestant: Contestant, batch, seconds: float) -> tuple[int, int]:
     """How far steps of it alone raise what the process holds, and how many steps."""
     rise, steps = memory.Rise(), 0
     deadline = time.perf_counter() + seconds
-    with rise.of(array_bytes((contestant.state, batch))):
+    with rise.of(in_ram((contestant.state, batch))):
         while steps < LEAST_WATCHED or (
             steps < MOST_WATCHED and time.perf_counter() < deadline
         ):
@@ -148,10 +148,6 @@ def needed_bytes(compiled: jax.stages.Compiled) -> int:
         - analysis.alias_size_in_bytes
         + analysis.temp_size_in_bytes
     )
-
-
-def array_bytes(tree) -> int:
-    return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
 def smallest_bytes(function, *args, start: str = "1B", **options) -> int:
@@ -265,13 +261,10 @@ def step_flags(folder: str, *, shares: str, seconds: float, time_limit: float) -
     flags.DEFINE_list("shares", shares, "Percentages of keep-all's peak, and least.")
     flags.DEFINE_float("time_limit", time_limit, "Seconds for each plan.")
     flags.DEFINE_float("seconds", seconds, "Seconds of steps for each budget.")
-    flags.DEFINE_string("output", folder, "Folder for CSV and figure.")
-    flags.DEFINE_bool("plot", False, "Only draw the figure of the rows there are.")
+    result_flags(folder, plots=True)
 
 
 def run_steps(
-    argv: Sequence[str],
-    program: str,
     cases: Mapping[str, Callable[[], TrainingStep]],
     plot: Callable[[list[dict[str, str]], pathlib.Path], None],
     *,
@@ -285,8 +278,6 @@ def run_steps(
     `models` are measured if none are named; `beside` says what `measure_step` takes as
     that for a model.
     """
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     options = flags.FLAGS
     if CHILD.value:
         model, budget = CHILD.value
@@ -305,14 +296,16 @@ def run_steps(
     names = options.models or models or list(cases)
     unknown = sorted(set(names) - set(cases))
     if unknown:
-        raise app.UsageError(f"--models has {unknown}; the models are {list(cases)}")
+        raise ValueError(
+            f"--models has {unknown}. The models are {', '.join(cases)}. Use some of "
+            "these, or no --models for all."
+        )
 
     def row(model: str, share: str) -> dict[str, Any]:
         least = share == LEAST
-        budget = in_process(program, model, LEAST) if least else f"{share}%"
-        return in_process(program, model, budget)
+        return in_process(model, in_process(model, LEAST) if least else f"{share}%")
 
-    path = pathlib.Path(options.output) / f"{file}.csv"
+    path = cli.output_folder() / f"{file}.csv"
     if not options.plot:
         fill(path, columns, list(itertools.product(names, options.shares)), row)
     rows = read_rows(path)
@@ -324,10 +317,9 @@ def run_steps(
     plot(rows, path.with_suffix(".png"))
 
 
-def in_process(program: str, *child: str) -> Any:
-    """What `program` says on its last line, of JSON, as a child of its own."""
-    command = [sys.executable, "-m", program, *sys.argv[1:]]
-    command.append(f"--child={','.join(child)}")
+def in_process(*asked: str) -> Any:
+    """What this program says on its last line, of JSON, as a child that is `asked`."""
+    command = child(f"--child={','.join(asked)}")
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -343,7 +335,6 @@ def fill(
 
     A row whose process fails is not written, and does not stop the others.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     failed = []
     for part in parts:
         rows = read_rows(path)
@@ -367,12 +358,7 @@ def fill(
             rows[places.index(part)] = row
         else:
             rows.append(row)
-        new = path.with_suffix(".new")
-        with open(new, "w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(rows)
-        os.replace(new, path)
+        write_rows(path, columns, rows)
     if failed:
         sys.exit(
             f"{len(failed)} of {len(parts)} rows ended in an error, which is above: "

@@ -27,7 +27,8 @@ from tqdm import tqdm
 import poet_jax
 from experiments.benchmarks import memory
 from experiments.models import load_for_model, loss_fn, make_model
-from experiments.steps import in_ram, write_result
+from experiments.program import child, program, result_flags, write_result
+from experiments.steps import in_ram
 from poet_jax.core.units import format_bytes, format_seconds
 
 MODEL = flags.DEFINE_string("model", "bert12", "Model; see experiments.models.")
@@ -36,15 +37,13 @@ BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Examples in a batch.", 1)
 BUDGET = flags.DEFINE_string("budget", "384MiB", "Budget of poet_jax.")
 STEPS = flags.DEFINE_integer("steps", 10, "Steps of each.", 1)
 TIME_LIMIT = flags.DEFINE_float("time_limit", 60.0, "Seconds for the planner.")
-OUTPUT = flags.DEFINE_string(
-    "output", "experiments/results/paged_state", "Folder for the result."
-)
+result_flags("paged_state")
 CHILD = flags.DEFINE_enum(
     "child", None, ["poet_jax", "jax.jit"], "For the program's own children."
 )
 
 
-def child(kind: str) -> None:
+def train(kind: str) -> None:
     """Train, and print one line of JSON."""
     dataset = load_for_model(MODEL.value, DATASET.value)
     batches = list(dataset.batches(BATCH_SIZE.value, 0, STEPS.value))
@@ -108,15 +107,10 @@ def child(kind: str) -> None:
 
 
 def start_child(kind: str) -> subprocess.Popen:
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.benchmarks.paged_state",
-        *sys.argv[1:],
-    ]
-    command.append(f"--child={kind}")
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    return subprocess.Popen(
+        child(f"--child={kind}"), stdin=pipe, stdout=pipe, text=True
+    )
 
 
 def said(child: subprocess.Popen) -> str:
@@ -152,17 +146,14 @@ def train_in_turns(kinds: tuple[str, ...]) -> list[dict]:
     return results
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+@program
+def main() -> None:
     if CHILD.value:
-        child(CHILD.value)
+        train(CHILD.value)
         return
     ours, plain = train_in_turns(("poet_jax", "jax.jit"))
     pairs = list(zip(ours["losses"], plain["losses"], strict=True))
-    command = f"python -m experiments.benchmarks.paged_state {' '.join(sys.argv[1:])}"
     result = {
-        "command": command.strip(),
         "ratio": ours["seconds"] / plain["seconds"],
         "largest_loss_difference": max(abs(a - b) for a, b in pairs),
         "rows": [ours, plain],
@@ -178,7 +169,7 @@ def main(argv: list[str]) -> None:
         f"  ratio {result['ratio']:.2f}, losses differ by at most "
         f"{result['largest_loss_difference']:.1e}"
     )
-    write_result(OUTPUT.value, MODEL.value, result)
+    write_result(MODEL.value, result)
 
 
 if __name__ == "__main__":

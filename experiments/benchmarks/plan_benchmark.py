@@ -24,11 +24,9 @@ parameters and gradients beside the budget ("activations", which --kinds has to 
 or the whole step with AdamW and donated state ("step"). A share may be a size, as in
 --shares=293MB. Graphs are priced at 60 GFLOP/s and 8 GB/s, storage at 0.5 GB/s in and
 0.3 GB/s out, and a watt while either works: joules are modelled, and equal seconds. The
-paper's own layer graphs (experiments/paper/layer_graphs.py) have costs of their own;
---instances names a folder of others.
+paper's own layer graphs (experiments/paper/layer_graphs.py) have costs of their own.
 """
 
-import csv
 import dataclasses
 import pathlib
 import resource
@@ -41,19 +39,22 @@ import numpy as np
 from absl import app, flags, logging
 
 import poet_jax
-from experiments.paper.layer_graphs import DEFAULT_FOLDER, instance_paths
+from experiments.paper.layer_graphs import FOLDER, instance_paths
+from experiments.program import appending, program, read_rows, result_flags
 from experiments.steps import (
     BENCHMARK_DEVICE,
+    COARSE,
     flax_case,
-    read_rows,
     skips_case,
     traced,
     unet_case,
 )
+from poet_jax import cli
 from poet_jax.core.errors import BudgetTooSmall
 from poet_jax.core.units import parse_bytes
 from poet_jax.planners.milp.solver import IDLE_SECONDS
 from poet_jax.planners.planner import keep_everything
+from poet_jax.viz.figures import new_figure
 
 PLANNERS = (
     "greedy", "sqrt", "paging_only", "milp", "milp_remat", "milp_highs", "paper"
@@ -77,13 +78,7 @@ SHARES = flags.DEFINE_list(
     "shares", ["75", "50", "35", "25", "15", "min"],
     "Percentages of keep-all's peak, or sizes.",
 )  # fmt: skip
-INSTANCES = flags.DEFINE_string(
-    "instances", None, "A folder of planner instances, instead of the paper's."
-)
-OUTPUT = flags.DEFINE_string(
-    "output", "experiments/results/plan_benchmark", "Folder for CSV and figure."
-)
-PLOT = flags.DEFINE_bool("plot", False, "Only draw the figure of the rows there are.")
+result_flags("plan_benchmark", plots=True)
 
 CASES = {
     "resnet18": flax_case("resnet18", 32, "photos"),
@@ -112,9 +107,9 @@ def load(name: str, kind: str) -> tuple[poet_jax.Graph, poet_jax.Costs]:
     """The graph and its costs; prints how long that takes."""
     start = time.monotonic()
     if kind == "instance":
-        folder = INSTANCES.value or DEFAULT_FOLDER
-        return poet_jax.load_instance(pathlib.Path(folder, f"{name}.json"))
-    graph = traced(CASES[name], kind)
+        return poet_jax.load_instance(FOLDER / f"{name}.json")
+    # `reorder` would keep operands instead of gradients, which take no room there.
+    graph = traced(CASES[name], kind, COARSE[: 1 if kind == "activations" else 2])
     costs = poet_jax.price(graph, BENCHMARK_DEVICE)
     costs = dataclasses.replace(costs, joules=costs.seconds)  # a watt throughout
     if kind == "activations":
@@ -191,12 +186,8 @@ def run(path: pathlib.Path) -> None:
     kinds = [kind for kind in KINDS.value if kind != "instance"]
     names = [(name, kind) for name in CASES for kind in kinds]
     if "instance" in KINDS.value:
-        paths = instance_paths(INSTANCES.value)
-        names += [(path.stem, "instance") for path in paths]
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if not rows:
-            writer.writeheader()
+        names += [(path.stem, "instance") for path in instance_paths()]
+    with appending(path, COLUMNS) as append:
         for name, kind in names:
             todo = [
                 (share, planner)
@@ -231,8 +222,7 @@ def run(path: pathlib.Path) -> None:
                     "time_limit": limit,
                 }
                 logging.info("%s", {k: row[k] for k in COLUMNS if k in row})
-                writer.writerow(row)
-                file.flush()
+                append(row)
 
 
 def smallest_bytes(graph, costs) -> int:
@@ -252,8 +242,6 @@ def plot(
     Panels are those of "graph kind" that are `chosen`, four in a line, or two if there
     are so few; by default all.
     """
-    from matplotlib.figure import Figure
-
     shortest = {
         (row["graph"], row["kind"], row["planner"], row["share"]): row
         for row in sorted(rows, key=lambda row: -float(row["time_limit"]))
@@ -263,7 +251,7 @@ def plot(
     columns = 4 if len(panels) > 4 else 2
     lines = -(-len(panels) // columns)
     size = 3 * columns, 2.6 * lines + 0.6
-    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    figure = new_figure(figsize=size, facecolor="white")
     axes = figure.subplots(lines, columns, squeeze=False)
     # Okabe and Ito's colours, which are told apart without red or green.
     styles = {
@@ -314,16 +302,14 @@ def plot(
     figure.savefig(path, dpi=130)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    folder = pathlib.Path(OUTPUT.value)
-    folder.mkdir(parents=True, exist_ok=True)
-    if not PLOT.value:
+@program
+def main() -> None:
+    folder = cli.output_folder()
+    if not flags.FLAGS.plot:
         run(folder / "plans.csv")
     rows = read_rows(folder / "plans.csv")
     plot(rows, folder / "plans.png")
-    if PLOT.value:
+    if flags.FLAGS.plot:
         plot(rows, pathlib.Path("docs/plans.png"), PAGE_PANELS)
 
 

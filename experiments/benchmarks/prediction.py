@@ -7,16 +7,12 @@ and times `jax.jit` of the same step: as it was written, and in the forms that
 `poet_jax.passes.PASSES` give it. Then it times the distinct nodes of the latter one by
 one (`price(..., measure=True)`), and compares what the model says of each: rank
 correlation and the quartiles of planned over measured. The machine is calibrated anew
-before each model, as other work on it would count otherwise; with --kept it is
-`poet_jax.host()`.
-It writes experiments/results/prediction/prediction.csv, in some fifteen minutes on two
-cores, and with --nodes it prints the nodes that are furthest off.
+before each model, as other work on it would count otherwise. It writes
+experiments/results/prediction/prediction.csv, in some fifteen minutes on two cores.
 """
 
-import csv
 import dataclasses
 import functools
-import pathlib
 import statistics
 import time
 from collections.abc import Callable
@@ -27,6 +23,7 @@ import optax
 from absl import app, flags, logging
 
 import poet_jax
+from experiments.program import program, result_flags, write_rows
 from experiments.steps import (
     Case,
     flax_case,
@@ -35,6 +32,7 @@ from experiments.steps import (
     training_step,
     unet_case,
 )
+from poet_jax import cli
 from poet_jax.core.graph import Graph
 from poet_jax.devices.calibrate import calibrated
 
@@ -49,19 +47,12 @@ CASES: dict[str, Callable[[], Case]] = {
     "bert6": lambda: flax_case("bert6", 8, "text"),
 }
 MODELS = flags.DEFINE_list("models", list(CASES), "Which of the cases.")
-TURNS = flags.DEFINE_integer("turns", 5, "Timed steps of each kind.", lower_bound=1)
-NODES = flags.DEFINE_integer("nodes", 0, "How many nodes to print.", lower_bound=0)
-KEPT = flags.DEFINE_bool("kept", False, "Rates of poet_jax.host(), from its file.")
-ONE_BY_ONE = flags.DEFINE_bool("one_by_one", True, "Time nodes, too.")
-OUTPUT = flags.DEFINE_string(
-    "output", "experiments/results/prediction", "Folder for the CSV file."
-)
+TURNS = 5  # timed steps of each kind
+result_flags("prediction")
 SHORT_SECONDS = 0.1  # of a step that is timed ten times as often
 
 
 def device() -> poet_jax.DeviceProfile:
-    if KEPT.value:
-        return poet_jax.host()
     launch_seconds, rates = calibrated()
     return dataclasses.replace(
         poet_jax.host(), dispatch_seconds=launch_seconds, rates=rates
@@ -107,9 +98,7 @@ def measure(name: str) -> dict[str, str]:
         row[f"{kind}_planned_seconds"] = f"{planned:.5f}"
         row[f"{kind}_jit_seconds"] = f"{took[kind]:.5f}"
         row[f"{kind}_ratio"] = f"{planned / took[kind]:.3f}"
-    if ONE_BY_ONE.value:
-        row |= nodes_beside(of["lowered"], after)
-    return row
+    return row | nodes_beside(of["lowered"], after)
 
 
 def timed(runs: dict[str, Callable], fresh: Callable, batch) -> dict[str, float]:
@@ -122,8 +111,8 @@ def timed(runs: dict[str, Callable], fresh: Callable, batch) -> dict[str, float]
     states = {kind: fresh() for kind in runs}
     seconds: dict[str, list[float]] = {kind: [] for kind in runs}
     turns = 0
-    while turns <= TURNS.value or (
-        sum(map(sum, seconds.values())) < 2 * TURNS.value * SHORT_SECONDS
+    while turns <= TURNS or (
+        sum(map(sum, seconds.values())) < 2 * TURNS * SHORT_SECONDS
     ):
         for kind, run in compiled.items():
             start = time.perf_counter()
@@ -142,15 +131,7 @@ def nodes_beside(graph: Graph, host: poet_jax.DeviceProfile) -> dict[str, str]:
     large = real.seconds > 1e-3 * real.seconds.sum()
     ratios = seconds[0] / np.maximum(seconds[1], 1e-9)
     quartiles = np.percentile(ratios[large], [25, 50, 75])
-    for n in np.argsort(-np.abs(seconds[0] - seconds[1]))[: NODES.value]:
-        equations = "+".join(e.primitive.name for e in graph.nodes[n].equations[:6])
-        shapes = [str(graph.values[v].aval) for v in graph.nodes[n].reads[:3]]
-        print(f"{seconds[0, n]:.5f} for {seconds[1, n]:.5f} s", equations, *shapes)
     most = [x.workspace_bytes for x in (model, real)]
-    for n in np.argsort(-np.abs(most[0] - most[1]))[: NODES.value]:
-        equations = "+".join(e.primitive.name for e in graph.nodes[n].equations[:6])
-        shapes = [str(graph.values[v].aval) for v in graph.nodes[n].reads[:3]]
-        print(f"{most[0][n]} for {most[1][n]} B", equations, *shapes)
     return {
         "nodes_planned_seconds": f"{model.seconds.sum():.5f}",
         "nodes_seconds": f"{real.seconds.sum():.5f}",
@@ -167,19 +148,14 @@ def ranks(rows: np.ndarray) -> np.ndarray:
     return np.argsort(np.argsort(rows, axis=1), axis=1)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    path = pathlib.Path(OUTPUT.value) / "prediction.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
+@program
+def main() -> None:
+    path = cli.output_folder() / "prediction.csv"
     rows = []
     for name in MODELS.value:
         rows.append(measure(name))
         logging.info("%s", rows[-1])
-        with open(path, "w", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
+        write_rows(path, rows[0], rows)
 
 
 if __name__ == "__main__":

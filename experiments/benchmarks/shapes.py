@@ -20,11 +20,9 @@ at most that and 8 MiB.
 """
 
 import dataclasses
-import functools
 import itertools
 import json
 import math
-import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +32,10 @@ from absl import app, flags
 
 import poet_jax
 from experiments.benchmarks import measuring, memory
-from experiments.steps import named_device
+from experiments.program import program, result_flags
+from experiments.steps import in_ram
+from poet_jax import cli
+from poet_jax.cli import named_device
 
 SIZE = flags.DEFINE_integer("size", 32768, "Examples in the largest batch.", 8)
 WIDTH = flags.DEFINE_integer("width", 256, "Width of the network.", 8)
@@ -43,9 +44,7 @@ SCENARIO_NAMES = flags.DEFINE_list("scenarios", None, "Scenarios; all by default
 DEVICES = flags.DEFINE_list(
     "devices", ["RASPBERRY_PI_4", "this_machine"], "What steps are planned for."
 )
-OUTPUT = flags.DEFINE_string(
-    "output", "experiments/results/shapes", "Folder for the result."
-)
+result_flags("shapes")
 COLUMNS = (
     "scenario", "device", "budget_bytes", "compiled_bytes", "rise_bytes",
     "beyond_bytes", "steps",
@@ -160,7 +159,7 @@ def measure(scenario: str, device: str) -> dict[str, Any]:
         run(call)
     rise = memory.Rise()
     for call in itertools.islice(itertools.cycle(calls), STEPS.value):
-        arguments = measuring.array_bytes((weights, batches[call.examples]))
+        arguments = in_ram((weights, batches[call.examples]))
         with rise.of(arguments):
             run(call)
     return {
@@ -172,9 +171,8 @@ def measure(scenario: str, device: str) -> dict[str, Any]:
     }
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+@program
+def main() -> None:
     if measuring.CHILD.value:
         print(json.dumps(measure(*measuring.CHILD.value)))
         return
@@ -182,12 +180,15 @@ def main(argv: list[str]) -> None:
     names = SCENARIO_NAMES.value or known
     unknown = sorted(set(names) - set(known))
     if unknown:
-        raise app.UsageError(f"--scenarios has {unknown}; the scenarios are {known}")
+        raise ValueError(
+            f"--scenarios has {unknown}. The scenarios are {', '.join(known)}. Use "
+            "some of these, or no --scenarios for all."
+        )
     measuring.fill(
-        pathlib.Path(OUTPUT.value) / "shapes.csv",
+        cli.output_folder() / "shapes.csv",
         COLUMNS,
         list(itertools.product(names, DEVICES.value)),
-        functools.partial(measuring.in_process, "experiments.benchmarks.shapes"),
+        measuring.in_process,
     )
 
 

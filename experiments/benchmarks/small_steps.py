@@ -31,9 +31,11 @@ from absl import app
 
 from experiments.benchmarks import measuring
 from experiments.benchmarks.small_models import SMALL_STEPS
+from experiments.program import program
+from poet_jax.viz.figures import new_figure
 
 measuring.step_flags(
-    "experiments/results/small_steps",
+    "small_steps",
     shares=f"100,60,{measuring.LEAST}",
     seconds=4.0,
     time_limit=6.0,
@@ -42,11 +44,9 @@ measuring.step_flags(
 
 def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
     """Time, first step and memory of every row, a mark for each share."""
-    from matplotlib.figure import Figure
-
     rows = [row for row in rows if row["ratio"]]
     names = [name for name in SMALL_STEPS if name in {row["model"] for row in rows}]
-    figure = Figure(figsize=(10, 1.5 + 0.25 * len(names)), layout="constrained")
+    figure = new_figure(figsize=(10, 1.5 + 0.25 * len(names)))
     panels = {
         "a step over jax.jit's": ("ratio", None),
         "the first step over jax.jit's": ("first_ratio", None),
@@ -75,9 +75,9 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def main(argv: list[str]) -> None:
-    program = "experiments.benchmarks.small_steps"
-    measuring.run_steps(argv, program, SMALL_STEPS, plot, file="small_steps")
+@program
+def main() -> None:
+    measuring.run_steps(SMALL_STEPS, plot, file="small_steps")
 
 
 if __name__ == "__main__":

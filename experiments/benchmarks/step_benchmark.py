@@ -38,10 +38,12 @@ import optax
 from absl import app
 
 from experiments.benchmarks import measuring
+from experiments.program import program
 from experiments.steps import TrainingStep, flax_case, unet_case
+from poet_jax.viz.figures import new_figure
 
 measuring.step_flags(
-    "experiments/results/step_benchmark",
+    "step_benchmark",
     shares=f"100,75,50,35,25,{measuring.LEAST}",
     seconds=8.0,
     time_limit=6.0,
@@ -67,9 +69,7 @@ def training(model: str, **options) -> TrainingStep:
 
 def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
     """Time against the budget, both over jax.jit's, a line for each model."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = new_figure(figsize=(7, 4.5))
     axis = figure.subplots()
     # Okabe and Ito's colours, which are told apart without red or green.
     colours = ["#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00",
@@ -94,12 +94,11 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def main(argv: list[str]) -> None:
+@program
+def main() -> None:
     # The process that starts the others leaves an accelerator's memory to them.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     measuring.run_steps(
-        argv,
-        "experiments.benchmarks.step_benchmark",
         {name: functools.partial(training, name) for name in ALL_CASES},
         plot,
         file="steps",

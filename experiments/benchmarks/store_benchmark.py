@@ -17,7 +17,6 @@ import fcntl
 import mmap
 import os
 import statistics
-import sys
 import tempfile
 import time
 from typing import Any
@@ -28,18 +27,15 @@ import numpy as np
 from absl import app, flags
 
 import poet_jax
-from experiments.steps import write_result
+from experiments.program import program, result_flags, write_result
 from poet_jax.core.units import format_bytes
 from poet_jax.stores import library
 
 FOLDER = flags.DEFINE_string(
     "folder", None, "Where the files are; the system's folder for temporary files."
 )
-ROUNDS = flags.DEFINE_integer("rounds", 5, "Rounds of each, in turns.", 1)
-TOTAL = flags.DEFINE_integer("total_mib", 128, "MiB moved in a round.", 1)
-OUTPUT = flags.DEFINE_string(
-    "output", "experiments/results/store_benchmark", "Folder for the result."
-)
+ROUNDS, TOTAL = 5, 2**27  # rounds of each in turns, and bytes moved in each
+result_flags("store_benchmark")
 SIZES = (2**20, 8 * 2**20, 32 * 2**20)
 CHUNK_BYTES = 4 * 2**20
 ROWS, WIDTH, LAYERS = 32768, 256, 8  # activations of 32 MiB
@@ -132,7 +128,7 @@ def hidden_share() -> float:
     )
     times: tuple[list[float], list[float]] = ([], [])
     longer = []
-    for _ in range(ROUNDS.value + 1):
+    for _ in range(ROUNDS + 1):
         for run, seconds in zip((paged, plain), times, strict=True):
             with timed(seconds):
                 jax.block_until_ready(run(weights, x))
@@ -140,18 +136,16 @@ def hidden_share() -> float:
     return 1 - statistics.median(longer[1:])  # without the round that compiles
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    total = TOTAL.value * 2**20
-    rows = []
+@program
+def main() -> None:
+    rows, total = [], TOTAL
     for size in SIZES:
         data = jnp.asarray(np.random.default_rng(0).integers(0, 256, size, np.uint8))
         count = max(1, total // size)
         out, back = programs(size, count)
         store: tuple[list[float], list[float]] = ([], [])
         plain: tuple[list[float], list[float]] = ([], [])
-        for _ in range(ROUNDS.value):
+        for _ in range(ROUNDS):
             plain_round(total, *plain)
             store_round(out, back, data, count, *store)
         moved = count * size
@@ -170,12 +164,9 @@ def main(argv: list[str]) -> None:
                 flush=True,
             )
         rows.append(row)
-    given = " ".join(sys.argv[1:])
-    command = f"python -m experiments.benchmarks.store_benchmark {given}".strip()
     share = hidden_share()
     print(f"{share:.0%} of transfers are hidden under layers that take as long")
-    result = {"command": command, "rows": rows, "hidden_share": share}
-    write_result(OUTPUT.value, "store", result)
+    write_result("store", {"rows": rows, "hidden_share": share})
 
 
 if __name__ == "__main__":

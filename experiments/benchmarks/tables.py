@@ -7,7 +7,6 @@ They come from the committed rows of `experiments.benchmarks.step_benchmark`,
 end -->` of a page.
 """
 
-import csv
 import json
 import pathlib
 import re
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 
 from absl import app
 
+from experiments.program import markdown, program, read_rows
 from poet_jax.core.units import format_bytes
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -32,13 +32,8 @@ README_ROWS = (
 def rows_of(name: str) -> dict[tuple[str, str], dict[str, str]]:
     """Rows of a benchmark's CSV file, by model and share."""
     file = "steps" if name == "step_benchmark" else name
-    with open(RESULTS / name / f"{file}.csv", newline="") as rows:
-        return {(row["model"], row["share"]): row for row in csv.DictReader(rows)}
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    rows = read_rows(RESULTS / name / f"{file}.csv")
+    return {(row["model"], row["share"]): row for row in rows}
 
 
 def ratios(name: str, shares: Sequence[str]) -> str:
@@ -61,7 +56,7 @@ def ratios(name: str, shares: Sequence[str]) -> str:
         cells = [cell(model, share) for share in shares]
         lines.append([model, format_bytes(int(used)), *cells])
     head = [x if x == "least" else f"{x} %" for x in shares]
-    return table(["step", "`jax.jit`", *head], lines)
+    return markdown([["step", "`jax.jit`", *head], *lines])
 
 
 def readme() -> str:
@@ -77,7 +72,8 @@ def readme() -> str:
     sizes = (plain["rise_bytes"], ours["budget_bytes"])
     title = "BERT-base, state in a file"
     lines.append([title, *map(format_bytes, sizes), f"{paged['ratio']:.2f}"])
-    return table(["step", "memory of `jax.jit`", "budget", "time of `jax.jit`"], lines)
+    head = ["step", "memory of `jax.jit`", "budget", "time of `jax.jit`"]
+    return markdown([head, *lines])
 
 
 def written(text: str) -> str:
@@ -95,9 +91,8 @@ def written(text: str) -> str:
     )
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+@program
+def main() -> None:
     for page in PAGES:
         page.write_text(written(page.read_text()))
 

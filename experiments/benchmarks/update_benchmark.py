@@ -12,8 +12,6 @@ the full step's. It writes experiments/results/update_benchmark/<model>.csv, a r
 each, in about twenty minutes on two cores; --model=bert2 --batch_size=2 takes one.
 """
 
-import csv
-import pathlib
 import statistics
 import time
 from typing import Any
@@ -24,18 +22,18 @@ from absl import app, flags, logging
 
 import poet_jax
 from experiments.models import load_for_model, loss_fn, make_model
+from experiments.program import program, result_flags, write_rows
 from experiments.steps import in_ram
+from poet_jax import cli
 from poet_jax.core.costs import node_flops
 from poet_jax.update import Update, bias_only, full, last_blocks, lora
 
 MODEL = flags.DEFINE_string("model", "bert6", "A text model of experiments.models.")
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Windows in a batch.")
 SHARE = flags.DEFINE_float("share", 42.0, "Of the full step's keep-all, in per cent.")
-TURNS = flags.DEFINE_integer("turns", 5, "Timed steps of each.")
+TURNS = 5  # timed steps of each
 TIME_LIMIT = flags.DEFINE_float("time_limit", 20.0, "Seconds for each plan.")
-OUTPUT = flags.DEFINE_string(
-    "output", "experiments/results/update_benchmark", "Folder for the CSV file."
-)
+result_flags("update_benchmark")
 
 SCHEMES = {
     "full": full(),
@@ -102,9 +100,8 @@ def describe(name: str, module, batch) -> dict[str, Any]:
     }
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+@program
+def main() -> None:
     data = load_for_model(MODEL.value, "text")
     module = make_model(MODEL.value, "linen", dataset_spec=data.spec, seed=0)
     batch = jax.tree.map(jnp.asarray, next(iter(data.batches(BATCH_SIZE.value, 0, 1))))
@@ -128,7 +125,7 @@ def main(argv: list[str]) -> None:
     for contestant in contestants.values():
         contestant.seconds.clear()
     turn = list(contestants.values())
-    for _ in range(TURNS.value):
+    for _ in range(TURNS):
         for contestant in turn:
             contestant.run()
         turn.append(turn.pop(0))
@@ -142,12 +139,8 @@ def main(argv: list[str]) -> None:
         if prefix:
             row["budget_bytes"] = budget_bytes
             row["budget_compiled_bytes"] = contestant.step.last_run.peak_bytes
-    path = pathlib.Path(OUTPUT.value) / f"{MODEL.value.partition(':')[0]}.csv"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows.values())
+    path = cli.output_folder() / f"{MODEL.value.partition(':')[0]}.csv"
+    write_rows(path, COLUMNS, rows.values())
     print(path.read_text())
 
 

@@ -20,10 +20,11 @@ import pathlib
 
 from absl import app
 
+from experiments.program import program
 from poet_jax.core.device import DeviceProfile
 from poet_jax.devices import paper
 
-DEFAULT_FOLDER = "outputs/instances"
+FOLDER = pathlib.Path("outputs/instances")
 BOARDS = {"a72": paper.RASPBERRY_PI_4, "m4": paper.NRF52840}
 NUMBER_BYTES = 4
 
@@ -237,12 +238,9 @@ def instance(name: str, network: Network, device: DeviceProfile) -> dict:
     return {"name": name, "nodes": nodes, "edges": edges}
 
 
-def instance_paths(folder: str | None = None) -> list[pathlib.Path]:
-    """The instances in `folder`; by default the paper's, written to outputs/instances
-    first."""
-    if folder is None:
-        return write(pathlib.Path(DEFAULT_FOLDER))
-    return sorted(pathlib.Path(folder).glob("*.json"))
+def instance_paths() -> list[pathlib.Path]:
+    """The paper's instances, written to outputs/instances first."""
+    return write(FOLDER)
 
 
 def write(folder: pathlib.Path) -> list[pathlib.Path]:
@@ -258,10 +256,9 @@ def write(folder: pathlib.Path) -> list[pathlib.Path]:
     return paths
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    for path in write(pathlib.Path(DEFAULT_FOLDER)):
+@program
+def main() -> None:
+    for path in instance_paths():
         print(path)
 
 

@@ -1,6 +1,5 @@
 """Points of a sweep over models, devices, budgets and planners, and their rows."""
 
-import csv
 import dataclasses
 import functools
 import itertools
@@ -12,13 +11,15 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 from tqdm import tqdm
 
 import poet_jax
+from experiments import steps
 from experiments.paper import baselines
-from experiments.steps import flax_case, named_device, read_rows, training_step
+from experiments.paper.layer_graphs import FOLDER
+from experiments.program import appending, read_rows
 from poet_jax.api.transform import PASSES
+from poet_jax.cli import named_device
 from poet_jax.planners.planner import (
     fits,
     floor_bytes,
@@ -65,19 +66,9 @@ def traced(
     model: str, dataset: str, batch_size: int, kind: str
 ) -> tuple[poet_jax.Graph, int]:
     """The graph of a gradient or a whole step, and how many arguments are the batch."""
-    case = flax_case(model, batch_size, dataset)
-    params, rest, batch = jax.eval_shape(case.init)
-    if kind == "gradient":
-        gradient = jax.value_and_grad(case.loss, has_aux=True)
-        graph = poet_jax.trace(jax.jit(gradient), params, rest, batch)
-    else:
-        optimizer = optax.adamw(1e-3)
-        state = params, rest, jax.eval_shape(optimizer.init, params)
-        step = jax.jit(training_step(case.loss, optimizer), donate_argnums=0)
-        graph = poet_jax.trace(step, state, batch)
-    for change in PASSES:
-        graph = change(graph)
-    return graph, len(jax.tree.leaves(batch))
+    case = steps.flax_case(model, batch_size, dataset)
+    *_, batch = jax.eval_shape(case.init)
+    return steps.traced(case, kind, PASSES), len(jax.tree.leaves(batch))
 
 
 @functools.lru_cache(maxsize=1)
@@ -88,10 +79,9 @@ def priced(
     kind: str,
     counted: str,
     device: str,
-    instances: str | None,
 ) -> tuple[poet_jax.Graph, poet_jax.Costs]:
     if kind == "instance":
-        return poet_jax.load_instance(pathlib.Path(instances or "", f"{model}.json"))
+        return poet_jax.load_instance(FOLDER / f"{model}.json")
     graph, batch = traced(model, dataset, batch_size, kind)
     costs = poet_jax.price(graph, named_device(device))
     if counted == "activations":
@@ -144,8 +134,7 @@ def _passes_on(graph, costs, depends: set[int], value: int, reader: int) -> bool
 class Sweep:
     """Plans points one after the other; what is planned for one serves the next."""
 
-    def __init__(self, time_limit_seconds: float, instances: str | None = None):
-        self._instances = instances
+    def __init__(self, time_limit_seconds: float):
         milp = functools.partial(
             poet_jax.MilpPlanner, time_limit_seconds=time_limit_seconds, progress=False
         )
@@ -174,7 +163,7 @@ class Sweep:
         if point.kind != "instance":
             storage = named_device(point.device).store_bytes
         of = dataclasses.astuple(point)[:6]
-        graph, costs = priced(*of, self._instances)
+        graph, costs = priced(*of)
         if self._of != of[:5]:
             self._of, self._last = of[:5], {}
         everything = keep_everything(graph, costs).usage
@@ -247,25 +236,15 @@ def run(
     points: Iterable[Point],
     path: pathlib.Path,
     time_limit: float,
-    instances: str | None = None,
 ) -> None:
-    """Append a row to the CSV file at `path` for each point that is not there yet.
-
-    `instances` is the folder of points whose kind is "instance".
-    """
+    """Append a row to the CSV file at `path` for each point that is not there yet."""
     done = {tuple(row[x] for x in COLUMNS[:9]) for row in read_rows(path)}
     todo = [point for point in points if point.key not in done]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    sweep = Sweep(time_limit, instances)
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if not file.tell():
-            writer.writeheader()
-        progress = tqdm(todo, unit="plan")
+    sweep = Sweep(time_limit)
+    with appending(path, COLUMNS) as append, tqdm(todo, unit="plan") as progress:
         for point in progress:
             progress.set_postfix_str(" ".join(point.key[i] for i in (0, 5, 6, 8)))
-            writer.writerow(sweep.plan(point))
-            file.flush()
+            append(sweep.plan(point))
 
 
 def grid(

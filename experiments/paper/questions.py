@@ -16,7 +16,6 @@ smallest: the least RAM in which a model trains, what sets it, and who has as mu
 rules: plans by the published rules, judged by the simulator's.
 """
 
-import csv
 import itertools
 import logging
 import math
@@ -28,22 +27,22 @@ from absl import app, flags
 
 import poet_jax
 from experiments.paper import points
-from experiments.paper.layer_graphs import DEFAULT_FOLDER, instance_paths
-from experiments.steps import read_rows
+from experiments.paper.layer_graphs import instance_paths
+from experiments.program import (
+    appending,
+    program,
+    read_rows,
+    result_flags,
+)
+from poet_jax import cli
 from poet_jax.planners.planner import keep_everything
 from poet_jax.stores.paged import at_home
 from poet_jax.viz.figures import new_figure
 
 QUESTIONS = ("ram", "instances", "deadline", "smallest", "rules")
 QUESTION = flags.DEFINE_enum("question", None, QUESTIONS, "What to ask.")
-INSTANCES = flags.DEFINE_string(
-    "instances", None, "A folder of planner instances, instead of the paper's."
-)
 TIME_LIMIT = flags.DEFINE_float("time_limit", 10.0, "Seconds for each MILP.")
-FOLDER = flags.DEFINE_string(
-    "output", "experiments/results/paper", "Folder for CSV files and figures."
-)
-PLOT = flags.DEFINE_bool("plot", False, "Only draw the figures of the rows there are.")
+result_flags("paper", plots=True)
 
 DEVICES = ("MKR1000", "NRF52840", "RASPBERRY_PI_4", "JETSON_TX2")
 PLANNERS = ("sqrt", "capuchin", "pofo", "paging", "remat", "milp")
@@ -99,7 +98,7 @@ def instances() -> list[points.Point]:
     shares = (90.0, 75.0, 60.0, 45.0, 30.0)
     return [
         point
-        for path in instance_paths(INSTANCES.value)
+        for path in instance_paths()
         for point in points.grid(
             [path.stem], [""], [1], ["instance"], ["activations"],
             [path.stem.rpartition("-")[2]], shares, [None], PLANNERS,
@@ -133,17 +132,11 @@ SMALLEST_COLUMNS = (
 def smallest(path: pathlib.Path) -> None:
     """The least RAM of a whole step with AdamW, by what takes memory."""
     done = {tuple(row[x] for x in SMALLEST_COLUMNS[:3]) for row in read_rows(path)}
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, SMALLEST_COLUMNS)
-        if not file.tell():
-            writer.writeheader()
+    with appending(path, SMALLEST_COLUMNS) as append:
         for (model, dataset, batch), counted in itertools.product(SMALLEST, STATES):
             if (model, str(batch), counted) not in done:
-                writer.writerow(
-                    _smallest(model, dataset, batch, counted)
-                    | {"model": model, "batch_size": batch, "counted": counted}
-                )
-                file.flush()
+                key = {"model": model, "batch_size": batch, "counted": counted}
+                append(key | _smallest(model, dataset, batch, counted))
 
 
 def _smallest(model: str, dataset: str, batch_size: int, counted: str) -> dict:
@@ -191,11 +184,8 @@ def rules(path: pathlib.Path) -> None:
     done = {
         tuple(r[x] for x in ("instance", "share", "deadline")) for r in read_rows(path)
     }
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, RULES_COLUMNS)
-        if not file.tell():
-            writer.writeheader()
-        for instance in instance_paths(INSTANCES.value):
+    with appending(path, RULES_COLUMNS) as append:
+        for instance in instance_paths():
             graph, costs = poet_jax.load_instance(instance)
             if len(graph.nodes) > PAPER_NODES:
                 continue
@@ -204,8 +194,7 @@ def rules(path: pathlib.Path) -> None:
                 if tuple(map(str, name.values())) not in done:
                     limit = TIME_LIMIT.value
                     row = points.rules_row(graph, costs, share, deadline, limit)
-                    writer.writerow(row | name)
-                    file.flush()
+                    append(row | name)
 
 
 # Okabe and Ito's colours, which are told apart without red or green.
@@ -374,20 +363,20 @@ def plot(folder: pathlib.Path) -> None:
             draw(rows, folder / f"{name}.png")
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    if QUESTION.value is None and not PLOT.value:
-        raise app.UsageError(f"type --question={'|'.join(QUESTIONS)} or --plot")
+@program
+def main() -> None:
+    if QUESTION.value is None and not flags.FLAGS.plot:
+        raise ValueError(
+            "No question was asked. The questions are "
+            f"{', '.join(QUESTIONS)}. Use --question=ram, or --plot for the figures."
+        )
     logging.getLogger("poet_jax").setLevel(logging.ERROR)
-    folder = pathlib.Path(FOLDER.value)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = cli.output_folder()
     path = folder / f"{QUESTION.value}.csv"
     match QUESTION.value:
         case "ram" | "instances" | "deadline" as name:
             ask = {"ram": ram, "instances": instances, "deadline": deadline}[name]
-            folder_of_instances = INSTANCES.value or DEFAULT_FOLDER
-            points.run(ask(), path, TIME_LIMIT.value, folder_of_instances)
+            points.run(ask(), path, TIME_LIMIT.value)
             if name == "ram":
                 print(*at_equal_time(read_rows(path)), sep="\n")
         case "smallest":

@@ -34,6 +34,7 @@ import dataclasses
 import json
 import pathlib
 import statistics
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -44,9 +45,11 @@ from flax import nnx
 
 import poet_jax
 from experiments.models import loss_fn
+from experiments.program import program, read_rows
 from experiments.sparse import schemes
 from experiments.sparse.halves import Halves, learned, load_halves, with_new_head
-from experiments.steps import read_rows
+from experiments.steps import plain_step
+from poet_jax import cli
 from poet_jax.update import Update, bias_only, full, last_blocks
 
 HEAD = {"head/**": 1.0}  # the classifier is new, so every scheme trains it
@@ -80,51 +83,21 @@ SCHEMES: dict[str, tuple[Update, float]] = {
 }
 
 SEARCHED = pathlib.Path(__file__).parents[1] / "results" / "adapt" / "searched.json"
-UPDATES = flags.DEFINE_multi_string(
-    "update",
-    list(SCHEMES),
-    f"One of {', '.join(SCHEMES)}, searched, or fractions as JSON.",
-)
-BUDGETS = flags.DEFINE_multi_string("budget", ["all"], "A size, a percentage, or all.")
+schemes.define_flags(SCHEMES, "adapt", pairs=9, least_steps=1)
 SEEDS = flags.DEFINE_multi_integer("seed", [0, 1, 2], "Of classifier and images.")
-STEPS = flags.DEFINE_integer("steps", 60, "Steps on new classes.", lower_bound=1)
 EXAMPLES = flags.DEFINE_integer("examples", 20, "Images of a new class.", lower_bound=1)
-LEARNING_RATE = flags.DEFINE_float("learning_rate", None, "Instead of the scheme's.")
-BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Images per step.", lower_bound=1)
 MODEL = flags.DEFINE_string(
     "model", "mobilenetv2:width=0.5,depth=0.25", "An image model of experiments.models."
 )
 DATASET = flags.DEFINE_string("dataset", "mnist", "Images of experiments.data.")
-PIXELS = flags.DEFINE_integer(
-    "pixels", 2, "Side of the square that is one pixel.", lower_bound=1
-)
-OLD_STEPS = flags.DEFINE_integer(
-    "old_steps", 300, "Steps on old classes.", lower_bound=0
-)
-PAIRS = flags.DEFINE_integer("pairs", 9, "Steps of each kind to time in turns.")
-TIME_LIMIT = flags.DEFINE_float("time_limit", 20.0, "Seconds for each plan.")
-PLAN_CACHE = flags.DEFINE_string(
-    "plan_cache",
-    "outputs/plans",
-    "Folder that keeps plans, so that none is made twice.",
-)
-COMPILED = flags.DEFINE_string(
-    "compiled", "outputs/jax", "Folder that keeps what was compiled."
-)
-LEARNED = flags.DEFINE_string(
-    "learned", "outputs/adapt", "Folder that keeps what learned the old classes."
-)
-OUTPUT = flags.DEFINE_string(
-    "output", "experiments/results/adapt", "Folder for CSV and figure."
-)
-PLOT = flags.DEFINE_bool("plot", False, "Only draw the figure of the rows there are.")
+PIXELS = flags.DEFINE_integer("pixels", 2, "Side of a square that is one pixel.", 1)
+OLD_STEPS = flags.DEFINE_integer("old_steps", 300, "Steps on old classes.", 0)
+COMPILED = "outputs/jax"  # keeps what was compiled
+LEARNED = pathlib.Path("outputs/adapt")  # keeps what learned the old classes
 
 KEY = (
     "update", "budget", "steps", "examples", "learning_rate", "batch_size", "model",
     "dataset", "pixels", "old_steps", "seed",
-)  # fmt: skip
-OTHERS = (
-    "pairs", "time_limit", "plan_cache", "compiled", "learned", "output", "verbosity",
 )  # fmt: skip
 COLUMNS = (*KEY, "statistics", *schemes.COLUMNS)
 
@@ -134,8 +107,7 @@ def beginning(key: dict[str, Any], halves: Halves, seed: int, keep: bool) -> nnx
 
     In eval mode if `keep`, so that it normalises by the statistics it has.
     """
-    folder = pathlib.Path(LEARNED.value)
-    model = learned(key["model"], halves.old, key["old_steps"], folder)
+    model = learned(key["model"], halves.old, key["old_steps"], LEARNED)
     model = with_new_head(model, halves.new.num_classes, seed)
     model.eval() if keep else model.train()
     return model
@@ -145,10 +117,11 @@ def copied(module: nnx.Module) -> nnx.State:
     return jax.tree.map(jnp.copy, nnx.state(module))
 
 
-def measure(
-    key: dict[str, Any], seeds: list[int], update: Update
-) -> list[dict[str, Any]]:
-    """The rows of one scheme and budget, one for each seed."""
+def measure(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of one scheme and budget, one for each of the seeds that are asked."""
+    schemes.keep_compiled(COMPILED)
+    key = dict(asked)
+    seeds, (update, _) = key.pop("seed"), parse_scheme(key["update"])
     halves = load_halves(key["dataset"], key["pixels"])
     rate = optax.cosine_decay_schedule(key["learning_rate"], key["steps"])
     optimizer = optax.adamw(rate)
@@ -156,7 +129,7 @@ def measure(
     keep = update.statistics == "keep"
     usual = beginning(key, halves, 0, keep=False)
     full_bytes = schemes.full_keep_all_bytes(
-        usual, example, optimizer, PLAN_CACHE.value
+        usual, example, optimizer, flags.FLAGS.plan_cache
     )
     step = poet_jax.train_step(
         beginning(key, halves, 0, keep),
@@ -164,8 +137,8 @@ def measure(
         loss_fn=loss_fn,
         optimizer=optimizer,
         update=update,
-        planner=poet_jax.MilpPlanner(time_limit_seconds=TIME_LIMIT.value),
-        plan_cache=PLAN_CACHE.value,
+        planner=poet_jax.MilpPlanner(time_limit_seconds=flags.FLAGS.time_limit),
+        plan_cache=flags.FLAGS.plan_cache,
     )
     row = key | {"statistics": update.statistics, "full_keep_all_bytes": full_bytes}
     row |= schemes.planned(step, example)
@@ -187,30 +160,17 @@ def measure(
         rows.append({"seed": seed} | result)
         logging.info("%s", rows[-1])
     row |= schemes.measured(
-        step, example, schemes.plain_step(usual, optimizer), PAIRS.value
+        step, example, plain_step(usual, optimizer), flags.FLAGS.pairs
     )
     return [row | result for result in rows]
 
 
-def todo(rows: list[dict[str, str]]) -> list[tuple[dict[str, Any], list[int]]]:
-    """The keys that flags ask for and `rows` lack, each with its seeds.
-
-    Raises ValueError for a bad flag.
-    """
-    keys = []
-    for budget in BUDGETS.value:
-        schemes.budget_bytes(budget, 2**30)
-        for update in UPDATES.value:
-            rate = LEARNING_RATE.value or parse_scheme(update)[1]
-            for seed in SEEDS.value:
-                key = (update, budget, STEPS.value, EXAMPLES.value, rate,
-                       BATCH_SIZE.value, MODEL.value, DATASET.value, PIXELS.value,
-                       OLD_STEPS.value, seed)  # fmt: skip
-                keys.append(dict(zip(KEY, key, strict=True)))
+def by_seeds(keys: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Keys that differ by their seeds alone as one, with a list of these."""
     seeds = collections.defaultdict(list)
-    for key in schemes.missing(keys, rows):
+    for key in keys:
         seeds[tuple(key.items())[:-1]].append(key["seed"])
-    return [(dict(key), found) for key, found in seeds.items()]
+    return [{**dict(key), "seed": found} for key, found in seeds.items()]
 
 
 def parse_scheme(text: str) -> tuple[Update, float]:
@@ -259,21 +219,12 @@ def standard_error(values: list[float]) -> float:
     return statistics.stdev(values) / len(values) ** 0.5
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    path = pathlib.Path(OUTPUT.value) / "schemes.csv"
-    try:
-        groups = [] if PLOT.value else todo(read_rows(path))
-        if len(groups) == 1:
-            schemes.keep_compiled(COMPILED.value)
-            key, seeds = groups[0]
-            update, _ = parse_scheme(key["update"])
-            schemes.append_rows(path, COLUMNS, measure(key, seeds, update))
-    except ValueError as error:
-        raise SystemExit(str(error)) from error
-    for key, seeds in groups if len(groups) > 1 else []:
-        schemes.run_alone("experiments.sparse.adapt", key | {"seed": seeds}, OTHERS)
+@program
+def main() -> None:
+    path = cli.output_folder() / "schemes.csv"
+    if not flags.FLAGS.plot:
+        keys = schemes.todo(KEY, read_rows(path), parse_scheme)
+        schemes.run(path, COLUMNS, by_seeds(keys), measure)
     plot(read_rows(path), path.with_suffix(".png"))
 
 

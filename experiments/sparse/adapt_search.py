@@ -29,9 +29,12 @@ from flax import nnx
 
 import poet_jax
 from experiments.models import loss_fn
+from experiments.program import program
 from experiments.sparse import adapt, schemes
 from experiments.sparse.halves import Halves
+from poet_jax import cli
 from poet_jax.update import Update, contributions, search
+from poet_jax.viz.figures import new_figure
 
 PARTS = ("expand", "depthwise", "project")
 SEED = 100
@@ -40,7 +43,7 @@ LEARNING_RATE = 1e-2
 # Flags of experiments.sparse.adapt that mean the same here, so that --help lists them.
 for name in (
     "steps", "examples", "batch_size", "model", "dataset", "pixels", "old_steps",
-    "time_limit", "plan_cache", "compiled", "learned", "output", "plot",
+    "time_limit", "plan_cache", "output", "plot",
 ):  # fmt: skip
     flags.declare_key_flag(name)
 
@@ -103,7 +106,7 @@ def found(
     optimizer = optax.adamw(LEARNING_RATE)
     batch = next(halves.new.batches(key["batch_size"], 0, 1))
     usual = adapt.beginning(key, halves, SEED, keep=False)
-    folder = adapt.PLAN_CACHE.value
+    folder = flags.FLAGS.plan_cache
     full_bytes = schemes.full_keep_all_bytes(usual, batch, optimizer, folder)
     step = poet_jax.train_step(
         adapt.beginning(key, halves, SEED, keep=True),
@@ -111,7 +114,7 @@ def found(
         loss_fn=loss_fn,
         optimizer=optimizer,
         update=Update({**dict.fromkeys(gains, 1.0), **adapt.HEAD}, **adapt.KEEP),
-        planner=poet_jax.MilpPlanner(time_limit_seconds=adapt.TIME_LIMIT.value),
+        planner=poet_jax.MilpPlanner(time_limit_seconds=flags.FLAGS.time_limit),
         plan_cache=folder,
     )
     scheme = search(step, batch, gains=gains)
@@ -142,9 +145,7 @@ def scored(path: pathlib.Path) -> dict[str, float]:
 
 def plot(gains: dict[str, float], chosen: set[str], folder: pathlib.Path) -> None:
     """A bar for each convolution, by block; dark outlines for those that are chosen."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    figure = new_figure(figsize=(7, 3.2))
     axis = figure.subplots()
     # Okabe and Ito's colours.
     colours = dict(zip(PARTS, ("#0072B2", "#E69F00", "#009E73"), strict=True))
@@ -168,14 +169,12 @@ def plot(gains: dict[str, float], chosen: set[str], folder: pathlib.Path) -> Non
     figure.savefig(folder / "contributions.png", dpi=130)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    schemes.keep_compiled(adapt.COMPILED.value)
-    folder = pathlib.Path(adapt.OUTPUT.value)
-    folder.mkdir(parents=True, exist_ok=True)
+@program
+def main() -> None:
+    schemes.keep_compiled(adapt.COMPILED)
+    folder = cli.output_folder()
     chosen, scores = folder / "searched.json", folder / "contributions.jsonl"
-    if adapt.PLOT.value:
+    if flags.FLAGS.plot:
         plot(scored(scores), set(json.loads(chosen.read_text())), folder)
         return
     key = {name: flags.FLAGS[name].value for name in adapt.KEY[2:]}

@@ -25,6 +25,7 @@ import collections
 import math
 import pathlib
 import statistics
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import optax
@@ -32,10 +33,12 @@ from absl import app, flags, logging
 
 import poet_jax
 from experiments.models import loss_fn
+from experiments.program import program, read_rows
 from experiments.sparse import schemes
 from experiments.sparse.minilm import load_minilm
 from experiments.sparse.passages import CHAPTERS, chapters_task
-from experiments.steps import read_rows
+from experiments.steps import plain_step
+from poet_jax import cli
 from poet_jax.update import Update, bias_only, full, last_blocks
 
 HEAD = {"head/**": 1.0}  # the classifier is new, so every scheme trains it
@@ -65,28 +68,9 @@ SCHEMES: dict[str, tuple[Update, float]] = {
 
 SEARCHED = pathlib.Path(__file__).parents[1] / "results" / "finetune" / "searched.json"
 
-UPDATES = flags.DEFINE_multi_string(
-    "update",
-    list(SCHEMES),
-    f"One of {', '.join(SCHEMES)}, searched, or fractions as JSON.",
-)
-BUDGETS = flags.DEFINE_multi_string("budget", ["all"], "A size, a percentage, or all.")
-STEPS = flags.DEFINE_integer("steps", 60, "Steps to train for.", lower_bound=0)
-LEARNING_RATE = flags.DEFINE_float("learning_rate", None, "Instead of the scheme's.")
+schemes.define_flags(SCHEMES, "finetune", pairs=5, least_steps=0)
 LENGTH = flags.DEFINE_integer("length", 128, "Tokens of a text.", lower_bound=3)
-BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Texts per step.", lower_bound=1)
-PAIRS = flags.DEFINE_integer("pairs", 5, "Steps of each kind to time in turns.")
-TIME_LIMIT = flags.DEFINE_float("time_limit", 20.0, "Seconds for each plan.")
 SEED = flags.DEFINE_integer("seed", 0, "Seed of the classifier and the batches.")
-PLAN_CACHE = flags.DEFINE_string(
-    "plan_cache",
-    "outputs/plans",
-    "Folder that keeps plans, so that none is made twice.",
-)
-OUTPUT = flags.DEFINE_string(
-    "output", "experiments/results/finetune", "Folder for CSV and figure."
-)
-PLOT = flags.DEFINE_bool("plot", False, "Only draw the figure of the rows there are.")
 
 KEY = ("update", "budget", "steps", "learning_rate", "length", "batch_size", "seed")
 COLUMNS = (*KEY, *schemes.COLUMNS)
@@ -99,8 +83,9 @@ def parse_scheme(text: str) -> tuple[Update, float]:
     return schemes.named_scheme(text, SCHEMES)
 
 
-def measure(key: dict[str, Any], update: Update) -> dict[str, Any]:
+def measure(key: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """The row of one scheme and budget."""
+    update, _ = parse_scheme(key["update"])
     model, word_piece = load_minilm(len(CHAPTERS), seed=key["seed"])
     task = chapters_task(word_piece, key["length"])
     warm_up = max(key["steps"] // 10, 1)
@@ -112,7 +97,7 @@ def measure(key: dict[str, Any], update: Update) -> dict[str, Any]:
     batches = list(task.train.batches(key["batch_size"], key["seed"], key["steps"]))
     example = next(task.train.batches(key["batch_size"], key["seed"], 1))
     full_bytes = schemes.full_keep_all_bytes(
-        model, example, optimizer, PLAN_CACHE.value
+        model, example, optimizer, flags.FLAGS.plan_cache
     )
     store = poet_jax.FileStore()
     step = poet_jax.train_step(
@@ -121,16 +106,16 @@ def measure(key: dict[str, Any], update: Update) -> dict[str, Any]:
         loss_fn=loss_fn,
         optimizer=optimizer,
         update=update,
-        planner=poet_jax.MilpPlanner(time_limit_seconds=TIME_LIMIT.value),
+        planner=poet_jax.MilpPlanner(time_limit_seconds=flags.FLAGS.time_limit),
         executor=poet_jax.HostExecutor(store),
-        plan_cache=PLAN_CACHE.value,
+        plan_cache=flags.FLAGS.plan_cache,
     )
     if key["budget"] != "all":
         schemes.move_to_storage(step, example, store)
-    row = key | {"full_keep_all_bytes": full_bytes}
-    row |= schemes.planned(step, example)
+    row = {**key, "full_keep_all_bytes": full_bytes, **schemes.planned(step, example)}
     if "planned_bytes" not in row:
-        return row
+        yield row
+        return
     losses = []
     for batch in batches:
         losses.append(float(step(batch)))
@@ -139,10 +124,8 @@ def measure(key: dict[str, Any], update: Update) -> dict[str, Any]:
         row |= schemes.outcome(losses, step.merged(), task.held_out)
     else:
         step(example)  # compiles
-    plain = schemes.plain_step(
-        load_minilm(len(CHAPTERS), seed=key["seed"])[0], optimizer
-    )
-    return row | schemes.measured(step, example, plain, PAIRS.value)
+    plain = plain_step(load_minilm(len(CHAPTERS), seed=key["seed"])[0], optimizer)
+    yield row | schemes.measured(step, example, plain, flags.FLAGS.pairs)
 
 
 def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
@@ -182,36 +165,13 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
     )
 
 
-def todo(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
-    """The keys that flags ask for and `rows` lack; ValueError for a bad flag."""
-    keys = []
-    for budget in BUDGETS.value:
-        schemes.budget_bytes(budget, 2**30)
-        for update in UPDATES.value:
-            rate = LEARNING_RATE.value or parse_scheme(update)[1]
-            key = (update, budget, STEPS.value, rate, LENGTH.value, BATCH_SIZE.value,
-                   SEED.value)  # fmt: skip
-            keys.append(dict(zip(KEY, key, strict=True)))
-    return schemes.missing(keys, rows)
-
-
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    folder = pathlib.Path(OUTPUT.value)
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "schemes.csv"
-    try:
-        keys = [] if PLOT.value else todo(read_rows(path))
-        if len(keys) == 1:
-            update, _ = parse_scheme(keys[0]["update"])
-            schemes.append_rows(path, COLUMNS, [measure(keys[0], update)])
-    except (ValueError, ModuleNotFoundError) as error:
-        raise SystemExit(str(error)) from error
-    for key in keys if len(keys) > 1 else []:
-        others = ("pairs", "time_limit", "plan_cache", "output", "verbosity")
-        schemes.run_alone("experiments.sparse.finetune", key, others)
-    plot(read_rows(path), folder / "schemes.png")
+@program
+def main() -> None:
+    path = cli.output_folder() / "schemes.csv"
+    if not flags.FLAGS.plot:
+        keys = schemes.todo(KEY, read_rows(path), parse_scheme)
+        schemes.run(path, COLUMNS, keys, measure)
+    plot(read_rows(path), path.with_suffix(".png"))
 
 
 if __name__ == "__main__":

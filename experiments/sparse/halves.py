@@ -11,7 +11,7 @@ from flax import nnx
 
 from experiments.data import Dataset, load_dataset
 from experiments.models import make_model
-from experiments.sparse.schemes import plain_step
+from experiments.steps import plain_step
 
 BATCH_SIZE = 32  # while the first half is learned
 LEARNING_RATE = 3e-3

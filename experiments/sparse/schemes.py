@@ -8,13 +8,12 @@ held besides the step's arguments. Joules are modelled, for the plan that ran, i
 device had the memory that the budget grants.
 """
 
-import csv
 import dataclasses
+import itertools
 import json
 import pathlib
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -29,10 +28,13 @@ import poet_jax
 from experiments.benchmarks import memory
 from experiments.data import Dataset
 from experiments.models import loss_fn
+from experiments.program import appending, child, result_flags
 from experiments.steps import in_ram
 from poet_jax.core.plan import parse_budget
 from poet_jax.update import Update
+from poet_jax.viz.figures import new_figure
 
+flags.disclaim_key_flags()  # what is defined here is a flag of the caller's
 Schemes = Mapping[str, tuple[Update, float]]
 DEVICES = ("RASPBERRY_PI_4", "JETSON_TX2")
 WITHOUT_LIMIT = 2**40
@@ -47,6 +49,24 @@ COLUMNS = (
     "seconds", "full_jit_seconds", "ratio", "pairs",
     *(f"{device}_{what}" for device in DEVICES for what in ("seconds", "joules")),
 )  # fmt: skip
+
+
+# Handed on to the process of one row, beside what its key says.
+OTHERS = ("pairs", "time_limit", "plan_cache", "output", "verbosity")
+
+
+def define_flags(schemes: Schemes, folder: str, pairs: int, least_steps: int) -> None:
+    """Define what a program reads that measures `schemes`, with results in `folder`."""
+    text = f"One of {', '.join(schemes)}, searched, or fractions as JSON."
+    flags.DEFINE_multi_string("update", list(schemes), text)
+    flags.DEFINE_multi_string("budget", ["all"], "A size, a percentage, or all.")
+    flags.DEFINE_integer("steps", 60, "Steps to train for.", lower_bound=least_steps)
+    flags.DEFINE_float("learning_rate", None, "Instead of the scheme's.")
+    flags.DEFINE_integer("batch_size", 16, "Examples per step.", lower_bound=1)
+    flags.DEFINE_integer("pairs", pairs, "Steps of each kind to time in turns.")
+    flags.DEFINE_float("time_limit", 20.0, "Seconds for each plan.")
+    flags.DEFINE_string("plan_cache", "outputs/plans", "Folder that keeps plans.")
+    result_flags(folder, plots=True)
 
 
 def named_scheme(text: str, schemes: Schemes, **options: Any) -> tuple[Update, float]:
@@ -107,21 +127,6 @@ def accuracy(model: Any, examples: Dataset) -> float:
     ]
     right = np.concatenate(answers)[: len(examples.labels)] == examples.labels
     return float(right.mean())
-
-
-def plain_step(
-    model: nnx.Module, optimizer: optax.GradientTransformation
-) -> Callable[[Any], jax.Array]:
-    """Full training by `nnx.jit`: a function from a batch to its loss."""
-    state = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
-
-    def step(model, state, batch):
-        loss, gradients = nnx.value_and_grad(loss_fn)(model, batch)
-        state.update(model, gradients)
-        return loss
-
-    jitted = nnx.jit(step, donate_argnums=(0, 1))
-    return lambda batch: jitted(model, state, batch)
 
 
 def move_to_storage(step: Any, batch: Any, store: poet_jax.FileStore) -> None:
@@ -270,7 +275,6 @@ def plot_schemes(
             path,
         )
         return
-    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
     full_joules = mean_joules(full)
@@ -279,7 +283,7 @@ def plot_schemes(
         return max(x.accuracy for x in marks[name] if x.accuracy is not None)
 
     names = sorted(marks, key=best)
-    figure = Figure(figsize=(11, 1.4 + 0.28 * len(names)), layout="constrained")
+    figure = new_figure(figsize=(11, 1.4 + 0.28 * len(names)))
     accuracy, memory, time, energy = figure.subplots(1, 4, sharey=True)
     # Okabe and Ito's colours, which are told apart without red or green.
     devices = dict(zip(DEVICES, (("#0072B2", "o"), ("#D55E00", "|")), strict=True))
@@ -343,27 +347,49 @@ def missing(
     return [key for key in keys if tuple(map(str, key.values())) not in done]
 
 
-def append_rows(
-    path: pathlib.Path, columns: Sequence[str], rows: Iterable[Mapping[str, Any]]
-) -> None:
-    """Write rows behind those of a CSV file, which is made if it is not there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a", newline="") as file:
-        writer = csv.DictWriter(file, columns)
-        if not file.tell():
-            writer.writeheader()
-        writer.writerows(rows)
+def todo(
+    names: Sequence[str],
+    rows: Iterable[Mapping[str, str]],
+    parse: Callable[[str], tuple[Update, float]],
+) -> list[Mapping[str, Any]]:
+    """The keys that flags ask for and `rows` lack.
 
-
-def run_alone(module: str, asked: Mapping[str, Any], others: Iterable[str]) -> None:
-    """Run an experiment in a process of its own, with the flags `asked`.
-
-    What one row leaves in memory is not the next one's. The flags in `others` are
-    handed on as they are here; lists are flags that are given several times.
+    A key has the value of each flag in `names`: one of those that are given several
+    times, and the learning rate of the scheme that `parse` names, if none is given.
+    Raises ValueError for a bad flag.
     """
-    asked = dict(asked) | {name: flags.FLAGS[name].value for name in others}
-    command = [sys.executable, "-m", module]
-    for name, value in asked.items():
-        values = value if isinstance(value, list) else [value]
-        command += [f"--{name}={one}" for one in values]
-    subprocess.run(command, check=True)
+    given = {name: flags.FLAGS[name].value for name in names}
+    several = [name for name, value in given.items() if isinstance(value, list)]
+    keys = []
+    for values in itertools.product(*(given[name] for name in several)):
+        key = given | dict(zip(several, values, strict=True))
+        budget_bytes(key["budget"], 2**30)
+        key["learning_rate"] = given["learning_rate"] or parse(key["update"])[1]
+        keys.append(key)
+    return missing(keys, rows)
+
+
+def run(
+    path: pathlib.Path,
+    columns: Sequence[str],
+    keys: Sequence[Mapping[str, Any]],
+    measure: Callable[[Mapping[str, Any]], Iterable[Mapping[str, Any]]],
+) -> None:
+    """Append rows to a CSV file: those that `measure` says of a single key, else those
+    of each key by this program in a process of its own.
+
+    What one row leaves in memory is not the next one's. Lists in a key are flags that
+    are given several times.
+    """
+    if len(keys) == 1:
+        with appending(path, columns) as append:
+            for row in measure(keys[0]):
+                append(row)
+        return
+    for key in keys:
+        command = child()[:3]
+        asked = {**key, **{name: flags.FLAGS[name].value for name in OTHERS}}
+        for name, value in asked.items():
+            values = value if isinstance(value, list) else [value]
+            command += [f"--{name}={one}" for one in values]
+        subprocess.run(command, check=True)

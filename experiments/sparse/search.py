@@ -19,7 +19,6 @@ Gains are measured, each once: one standard error of an accuracy is about 2 poin
 Seconds and bytes are planned for this machine.
 """
 
-import csv
 import functools
 import json
 import pathlib
@@ -32,11 +31,13 @@ from absl import app, flags, logging
 import poet_jax
 from experiments.data import Dataset
 from experiments.models import loss_fn
+from experiments.program import appending, program, read_rows, result_flags
 from experiments.sparse.minilm import load_minilm
 from experiments.sparse.passages import CHAPTERS, chapters_task
 from experiments.sparse.schemes import WITHOUT_LIMIT, accuracy
-from experiments.steps import read_rows
+from poet_jax import cli
 from poet_jax.update import Found, Update, contributions, evolve, search
+from poet_jax.viz.figures import new_figure
 
 HEAD = {"head/**": 1.0}  # new, so every scheme trains it
 PARTS = ("attention/**", "feed_forward/up/**", "feed_forward/down/**")
@@ -55,10 +56,7 @@ DEADLINES = flags.DEFINE_multi_float(
 PLAN_CACHE = flags.DEFINE_string(
     "plan_cache", "outputs/plans", "Folder for costs and plans."
 )
-OUTPUT = flags.DEFINE_string(
-    "output", "experiments/results/finetune", "Folder for scores, rows and figure."
-)
-PLOT = flags.DEFINE_bool("plot", False, "Only draw the figure.")
+result_flags("finetune", plots=True)
 COLUMNS = (
     "memory", "deadline", "method", "gain", "bound", "items", "planned",
     "search_seconds", "full_seconds", "full_bytes", "budget_bytes", "planned_seconds",
@@ -158,11 +156,8 @@ def run(folder: pathlib.Path) -> None:
                 continue
             found, row = searched(method, deadline, gains)
             logging.info("%s", found)
-            with open(path, "a", newline="") as file:
-                writer = csv.DictWriter(file, COLUMNS)
-                if not file.tell():
-                    writer.writeheader()
-                writer.writerow(row)
+            with appending(path, COLUMNS) as append:
+                append(row)
             if method == "joint program" and deadline == DEADLINES.value[0]:
                 chosen = dict(found.update.fractions)
                 (folder / "searched.json").write_text(json.dumps(chosen) + "\n")
@@ -170,13 +165,11 @@ def run(folder: pathlib.Path) -> None:
 
 def plot(folder: pathlib.Path) -> None:
     """Gains by block and part, and which of them each search chose."""
-    from matplotlib.figure import Figure
-
     rows = read_rows(folder / "searches.csv")
     lines = (folder / "contributions.jsonl").read_text().splitlines()
     scores = {tuple(x["update"]): x["score"] for x in map(json.loads, lines)}
     base = scores[tuple(HEAD)]
-    figure = Figure(figsize=(9, 3 + 0.35 * len(rows)), layout="constrained")
+    figure = new_figure(figsize=(9, 3 + 0.35 * len(rows)))
     upper, lower = figure.subplots(
         2, 1, sharex=True, height_ratios=[2.4, 0.35 * len(rows)]
     )
@@ -212,12 +205,10 @@ def plot(folder: pathlib.Path) -> None:
     figure.savefig(folder / "search.png", dpi=130)
 
 
-def main(argv: list[str]) -> None:
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    folder = pathlib.Path(OUTPUT.value)
-    folder.mkdir(parents=True, exist_ok=True)
-    if not PLOT.value:
+@program
+def main() -> None:
+    folder = cli.output_folder()
+    if not flags.FLAGS.plot:
         run(folder)
     plot(folder)
 

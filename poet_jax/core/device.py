@@ -222,17 +222,25 @@ class DeviceProfile:
             data["node_costs"] = str(path.parent / data["node_costs"])
         return cls(**data)
 
-    def __str__(self) -> str:
-        lines = [self.name]
+    def constants(self, defaults: bool = False) -> list[tuple[str, str, str]]:
+        """(attribute, value in SI units, origin) of what the profile gives, or with
+        `defaults` of every attribute but name and source."""
+        rows = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in ("name", "source") or value in (field.default, {}):
+            is_default = value in (field.default, {})
+            if field.name in ("name", "source") or (is_default and not defaults):
                 continue
             if field.name == "rates":
                 value = f"{len(value)} kinds"
             shown = f"{value:.6g}" if isinstance(value, float) else str(value)
-            lines.append(f"  {field.name:29s} {shown:>12s}  {self.origin(field.name)}")
-        return "\n".join(lines)
+            origin = "default" if is_default else self.origin(field.name)
+            rows.append((field.name, shown, origin))
+        return rows
+
+    def __str__(self) -> str:
+        rows = (f"  {x:29s} {value:>12s}  {y}" for x, value, y in self.constants())
+        return "\n".join([self.name, *rows])
 
 
 def _toml_lines(data: dict[str, Any]):

@@ -11,9 +11,9 @@ from checks import assert_three_sentences
 from flax import nnx
 
 from experiments.data import Dataset, load_dataset
+from experiments.program import appending, read_rows
 from experiments.sparse import schemes
 from experiments.sparse.halves import ARRAYS, learned, load_halves, with_new_head
-from experiments.steps import read_rows
 from poet_jax.update import Update, full
 
 TINY = "mlp:width=4,layers=1"
@@ -87,8 +87,9 @@ def test_rows_that_are_there_are_not_missing(tmp_path):
     keys = [{"update": "a", "seed": seed} for seed in range(3)]
     path = tmp_path / "rows.csv"
     assert schemes.missing(keys, read_rows(path)) == keys
-    for done in ([keys[1]], [keys[0]]):
-        schemes.append_rows(path, ["update", "seed", "accuracy"], done)
+    for done in (keys[1], keys[0]):
+        with appending(path, ["update", "seed", "accuracy"]) as append:
+            append(done)
     assert schemes.missing(keys, read_rows(path)) == [keys[2]]
 
 

@@ -10,7 +10,7 @@ from strategies import attempt, budgeted_graphs, examples
 
 import poet_jax
 from experiments.paper import baselines, points
-from experiments.steps import read_rows
+from experiments.program import read_rows
 from poet_jax.core.graph import write_instance
 from poet_jax.planners.planner import fits
 
@@ -62,7 +62,7 @@ def test_a_sweep_writes_a_row_per_point_and_goes_on(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"devices": ("ABACUS",)}, "The devices are MKR1000"),
+        ({"devices": ("ABACUS",)}, "The devices are host, MKR1000"),
         ({"planners": ("guess",)}, "The planners are keep_all"),
     ],
 )
@@ -107,21 +107,19 @@ def test_published_rules_are_judged_by_the_simulator(tmp_path):
         assert ("memory" in row["refuted"]) == over
 
 
-def test_a_sweep_takes_a_profile_and_prints_its_rows(tmp_path):
-    device, path = tmp_path / "board.toml", tmp_path / "sweep.csv"
+def test_a_model_is_swept_for_a_profile(tmp_path):
+    """The front is that of the model's step, by the costs of the board."""
+    device = tmp_path / "board.toml"
     poet_jax.devices.STM32H7.save(device)
-    path.touch()  # as a sweep leaves it that was stopped before its first row
     command = [sys.executable, "-m", "experiments.sweep", "--model=mlp:width=16"]
-    command += ["--dataset=digits", f"--device={device}", "--planner=paging"]
-    command += ["--batch_size=64", "--share=85", "--share=1", f"--output={path}"]
+    command += ["--dataset=digits", f"--device={device}", "--planner=paging_only"]
+    command += ["--batch_size=64", "--budgets=85%,100%", f"--output={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    rows = read_rows(path)
-    assert [row["share"] for row in rows] == ["85.0", "1.0"]
-    named = points.Sweep(10.0).plan(grid(planners=("paging",))[0])
-    assert float(rows[0]["joules"]) == pytest.approx(named["joules"], rel=1e-3)
-    extra = float(rows[0]["joules"]) / float(rows[0]["keep_all_joules"]) - 1
-    assert "board.toml" in done.stdout and f"{extra:+.2%}" in done.stdout
-    assert "IMPOSSIBLE" in done.stdout
+    *_, last = read_rows(tmp_path / "front.csv")
+    assert float(last["joules"]) == pytest.approx(float(last["keep_all_joules"]))
+    assert last["keep_all_bytes"] == last["budget_bytes"]
+    assert "smallest budget" in done.stdout
+    assert (tmp_path / "front.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_header_is_written_once(tmp_path):

@@ -1,4 +1,7 @@
-"""Imports between folders point one way, and the map names every file."""
+"""Imports between folders point one way, and the map names every file.
+
+The files of the command line come after all folders.
+"""
 
 import ast
 import pathlib
@@ -21,6 +24,7 @@ FOLDERS = """
     update
     flax
 """.split()
+PROGRAM = ["__main__.py", "cli.py"]
 
 
 def imports(path):
@@ -46,7 +50,16 @@ def test_a_folder_imports_only_from_those_before_it(folder):
 def test_every_file_is_in_a_folder():
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
     assert folders - {"__pycache__"} == set(FOLDERS)
-    assert [path.name for path in PACKAGE.glob("*.py")] == ["__init__.py"]
+    files = sorted(path.name for path in PACKAGE.glob("*.py"))
+    assert files == ["__init__.py", *PROGRAM]
+
+
+@pytest.mark.parametrize("file", ["__init__.py", *PROGRAM])
+def test_no_file_imports_the_program(file):
+    """But for the program itself: `__main__` imports `cli`."""
+    names = set(imports(PACKAGE / file))
+    assert not names & {"poet_jax.__main__"}
+    assert "poet_jax.cli" not in names or file == "__main__.py"
 
 
 def test_no_function_has_the_name_of_a_module_beside_it():

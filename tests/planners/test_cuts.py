@@ -19,7 +19,7 @@ from strategies import (
 from toy import long_chain, twelve_nodes
 
 import poet_jax
-from experiments.steps import BENCHMARK_DEVICE, skips_case, traced
+from experiments.steps import BENCHMARK_DEVICE, COARSE, skips_case, traced
 from poet_jax.planners.milp import solver as solvers
 from poet_jax.planners.milp.bounds import Bounds
 from poet_jax.planners.milp.cuts import Cuts
@@ -81,7 +81,7 @@ def test_few_cuts_bound_every_plan_and_say_as_much_as_any_one(solver, case, seed
 
 def test_with_all_windows_more_cuts_never_say_less():
     """A network of long skip connections; tiny graphs need no window."""
-    graph = traced(skips_case(), "gradient")
+    graph = traced(skips_case(), "gradient", COARSE)
     costs = poet_jax.price(graph, BENCHMARK_DEVICE)
     memory_bytes = keep_everything(graph, costs).usage.peak_bytes // 4
     parts = graph, costs, poet_jax.Budget(memory_bytes), poet_jax.MilpPlanner()

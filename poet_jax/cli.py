@@ -1,0 +1,517 @@
+"""What `python -m poet_jax` does, as functions that other programs use, too.
+
+Importing this module defines no flag: `define_flags` does.
+"""
+
+import contextlib
+import csv
+import importlib.util
+import inspect
+import logging
+import pathlib
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import absl.logging
+from absl import flags
+
+from poet_jax import devices
+from poet_jax.api.pareto import Front, pareto
+from poet_jax.api.schedule import Schedule, make_schedule
+from poet_jax.api.transform import Scheduled, schedule
+from poet_jax.core.costs import Costs, load_instance
+from poet_jax.core.device import DeviceProfile
+from poet_jax.core.errors import CannotTrace
+from poet_jax.core.graph import Graph
+from poet_jax.core.plan import Planner, parse_budget
+from poet_jax.core.units import format_bytes
+from poet_jax.devices.machine import host
+from poet_jax.planners import (
+    MilpPlanner,
+    PaperPlanner,
+    greedy,
+    keep_all,
+    paging_only,
+    sqrt,
+)
+from poet_jax.viz.reasons import ESTIMATE
+
+MILPS = {"milp": MilpPlanner, "paper": PaperPlanner}
+RULES = {f.__name__: f for f in (keep_all, sqrt, greedy, paging_only)}
+DEFAULT_BUDGET = "80%"
+DRAWN_NODES = 300  # more take Graphviz minutes
+HOW_TO_RETURN = (
+    "Such a function returns a step with its arguments, arrays or "
+    "jax.ShapeDtypeStructs. A step is a function of arrays, or made by "
+    "poet_jax.schedule, poet_jax.train_step or poet_jax.nnx.schedule. Use for example "
+    "`return step, state, batch`."
+)
+# How each flag is defined.
+FLAGS: dict[str, tuple[Callable[..., Any], Any, str]] = {
+    "budget": (
+        flags.DEFINE_string,
+        None,
+        "Memory of a step, as 64MiB or as 30% of what keep-all needs. By default the "
+        f"step's own, else the RAM of --device, else {DEFAULT_BUDGET}.",
+    ),
+    "budgets": (
+        flags.DEFINE_list,
+        None,
+        "Budgets to sweep over, as 40%,60%,100%. By default eight, from the smallest "
+        "that works up to keep-all's.",
+    ),
+    "device": (
+        flags.DEFINE_string,
+        None,
+        "Whose costs the plan is for: host, this machine as measured, the path of a "
+        f"profile in TOML or JSON, or one of {', '.join(devices.ALL)}. By default the "
+        "step's own, else host.",
+    ),
+    "donate_argnums": (
+        flags.DEFINE_multi_integer,
+        None,
+        "Number of an argument that a function replaces, as under jax.jit.",
+    ),
+    "planner": (
+        flags.DEFINE_string,
+        None,
+        "What decides to keep, remat or page each value: one of "
+        f"{', '.join([*RULES, *MILPS])}. By default the step's own, else milp.",
+    ),
+    "solver": (flags.DEFINE_string, None, "CBC or HIGHS, for milp and paper."),
+    "objective": (flags.DEFINE_string, None, "energy or time: what milp minimises."),
+    "time_limit": (flags.DEFINE_float, None, "Seconds that milp and paper may take."),
+    "values": (
+        flags.DEFINE_integer,
+        20,
+        "How many values are explained, the largest first.",
+    ),
+    "output": (flags.DEFINE_string, "outputs/plan", "Folder for what is written."),
+}
+flags.disclaim_key_flags()  # they are flags of the program that defines them
+EXPECTED = (ValueError, OSError, ImportError, CannotTrace)
+
+
+def define_flags(*names: str) -> None:
+    """Define those of `FLAGS` that a program reads, unless they are defined."""
+    for name in names:
+        define, default, text = FLAGS[name]
+        if name in flags.FLAGS:
+            flags.declare_key_flag(name)
+        else:
+            define(name, default, text)
+
+
+@contextlib.contextmanager
+def messages() -> Iterator[None]:
+    """An error that says what to do ends the program with its message alone.
+
+    With --verbosity=1 its traceback is shown, too. What JAX and the solver log of
+    themselves is not.
+    """
+    for name in ("jax", "mip"):
+        logging.getLogger(name).setLevel("WARNING")
+    try:
+        yield
+    except EXPECTED as error:
+        absl.logging.debug("an error", exc_info=True)
+        notes = getattr(error, "__notes__", ())
+        raise SystemExit("\n".join([str(error), *notes])) from error
+
+
+def named_device(name: str) -> DeviceProfile:
+    """This machine for "host", the device of that name, or the profile at that path.
+
+    Raises ValueError for any other name and for a profile that makes no sense, and
+    FileNotFoundError.
+    """
+    if name == "host":
+        return host()
+    if name.endswith((".toml", ".json")):
+        return DeviceProfile.load(name)
+    if name not in devices.ALL:
+        raise ValueError(
+            f"A device named {name!r} was asked for. The devices are host, "
+            f"{', '.join(devices.ALL)}. Use one of these, or a path that ends in .toml "
+            "or .json for a profile of your own."
+        )
+    return devices.ALL[name]
+
+
+def named_planner(name: str, **options: Any) -> Planner:
+    """The planner called `name`.
+
+    Args:
+      name: of `RULES` or `MILPS`.
+      options: solver, objective and time_limit_seconds, of planners that solve a MILP.
+        None is the planner's default.
+
+    Raises ValueError for a name or an option that does not exist.
+    """
+    if name in RULES:
+        return RULES[name]
+    if name not in MILPS:
+        raise ValueError(
+            f"A planner named {name!r} was asked for. The planners are "
+            f"{', '.join([*RULES, *MILPS])}. Use --planner=milp."
+        )
+    given = {key: x for key, x in options.items() if x is not None}
+    if name == "paper":
+        given.pop("objective", None)  # it minimises energy
+    return MILPS[name](**given)
+
+
+def asked_device() -> DeviceProfile | None:
+    """The device that --device names; None without it."""
+    name = flags.FLAGS.device
+    return None if name is None else named_device(name)
+
+
+def asked_planner() -> Planner | None:
+    """The planner that flags name; None without any of them."""
+    given = flags.FLAGS
+    options = {
+        "solver": given.solver,
+        "objective": given.objective,
+        "time_limit_seconds": given.time_limit,
+    }
+    if given.planner is None and not any(x is not None for x in options.values()):
+        return None
+    return named_planner(given.planner or "milp", **options)
+
+
+def asked_budget(device: DeviceProfile | None) -> str | int:
+    """--budget, else the RAM of a device that is not this machine, else 80 %."""
+    if flags.FLAGS.budget is not None:
+        return flags.FLAGS.budget
+    return DEFAULT_BUDGET if device is None or device.rates else device.ram_bytes
+
+
+def loaded(target: str) -> tuple[Any, ...]:
+    """The step and its arguments that `target` names, as path/to/file.py:function.
+
+    Raises ValueError for a target that names none, FileNotFoundError, and RuntimeError
+    from any error of the file's own.
+    """
+    file, _, name = target.rpartition(":")
+    path = pathlib.Path(file)
+    if path.suffix != ".py" or not name.isidentifier():
+        raise ValueError(
+            f"A step was asked for as {target!r}. A step is named by a file and a "
+            "function in it, and an instance is a file of JSON. Use for example "
+            "train.py:make_step, or instance.json."
+        )
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"A step was asked for in {path}, and there is no such file. Paths are "
+            f"relative to {pathlib.Path.cwd()}. Use the path of a file that exists."
+        )
+    with _errors_of(target):
+        module = _imported(path)
+    make = getattr(module, name, None)
+    if not inspect.isfunction(make) or inspect.signature(make).parameters:
+        raise ValueError(
+            f"{path} was asked for a function {name} without arguments, and has none. "
+            f"Its functions are {_signatures(module)}. {HOW_TO_RETURN}"
+        )
+    with _errors_of(target):
+        made = make()
+    if not (isinstance(made, tuple) and len(made) > 1 and callable(made[0])):
+        raise ValueError(
+            f"{target} was called for a step, and returned {_kind(made)}. "
+            f"{HOW_TO_RETURN}"
+        )
+    return made
+
+
+def _imported(path: pathlib.Path) -> Any:
+    """The module in a file, which may import what is beside it."""
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_of_a_step", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for themselves
+    spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def _errors_of(target: str) -> Iterator[None]:
+    """Tell errors of the caller's own code, which need their traceback, from ours."""
+    try:
+        yield
+    except Exception as error:
+        raise RuntimeError(f"{target} was run, and failed as shown above.") from error
+
+
+def _signatures(module: Any) -> str:
+    """The functions that a module defines, with their arguments."""
+    own = [
+        f"{name}{inspect.signature(value)}"
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__
+    ]
+    return ", ".join(own) or "none"
+
+
+def _kind(made: Any) -> str:
+    """What a value is, in words: for a tuple what it holds."""
+    if isinstance(made, tuple):
+        return f"a tuple of {[type(x).__name__ for x in made]}"
+    return f"one {type(made).__name__}"
+
+
+def scheduled(made: Sequence[Any]) -> tuple[Scheduled, Sequence[Any]]:
+    """The scheduled function of a step with its arguments, and arguments for it.
+
+    Args:
+      made: (step, *arguments), as `loaded` returns it. A step is a function, which gets
+        its budget, device, planner and donated arguments from flags; or one made by
+        `schedule`, `train_step` or `nnx.schedule`, which keeps what no flag replaces.
+
+    Raises ValueError for flags or arguments that do not go with the step.
+    """
+    step, *args = made
+    device, planner = asked_device(), asked_planner()
+    donated = flags.FLAGS.donate_argnums if "donate_argnums" in flags.FLAGS else None
+    if not hasattr(step, "plan"):
+        inner = schedule(
+            step,
+            asked_budget(device),
+            device=device,
+            planner=planner,
+            donate_argnums=tuple(donated or ()),
+        )
+        return inner, args
+    if donated is not None:
+        raise ValueError(
+            f"--donate_argnums was given for a step that is a {type(step).__name__}. "
+            "It says itself what it replaces. Use the flag for a plain function only."
+        )
+    if isinstance(step, Scheduled):
+        inner = step
+    else:
+        inner, args = _beneath(step, args)
+    if flags.FLAGS.budget is not None:
+        parse_budget(flags.FLAGS.budget)
+        inner.budget = flags.FLAGS.budget
+    inner.device = device or inner.device
+    inner.planner = planner or inner.planner
+    return inner, args
+
+
+def _beneath(step: Any, args: Sequence[Any]) -> tuple[Scheduled, Sequence[Any]]:
+    """The function of arrays beneath a step of Flax modules, and its arguments."""
+    signature = inspect.signature(step.plan)
+    try:
+        signature.bind(*args)
+    except TypeError as error:
+        takes = ", ".join(signature.parameters)
+        raise ValueError(
+            f"A {type(step).__name__} was returned with {len(args)} arguments. It "
+            f"takes {takes}. Use `return step, {takes}`."
+        ) from error
+    beneath = step.beneath(*args)
+    if isinstance(beneath, tuple):
+        return beneath
+    return beneath.scheduled, beneath.args
+
+
+def planned(made: Sequence[Any]) -> Schedule:
+    """The schedule of a step with its arguments, as flags say; see `scheduled`."""
+    function, args = scheduled(made)
+    return function.plan(*args)
+
+
+def swept(made: Sequence[Any]) -> Front:
+    """The front of a step with its arguments, as flags say; see `scheduled`."""
+    budgets = asked_budgets()
+    function, args = scheduled(made)
+    return function.pareto(*args, budgets=budgets)
+
+
+def asked_budgets() -> Sequence[str] | None:
+    """--budgets; ValueError for --budget, which a sweep has no use for."""
+    if flags.FLAGS.budget is not None:
+        raise ValueError(
+            f"--budget={flags.FLAGS.budget} was given for a sweep. A sweep plans "
+            "several. Use --budgets=40%,60%,100%, or none for eight budgets."
+        )
+    return flags.FLAGS.budgets
+
+
+def instance(path: str) -> tuple[Graph, Costs]:
+    """A planner instance, whose costs are its own; ValueError for a --device."""
+    if flags.FLAGS.device is not None:
+        raise ValueError(
+            f"--device={flags.FLAGS.device} was given for {path}. An instance has "
+            "costs of its own. Use --device for a step."
+        )
+    return load_instance(path)
+
+
+def explain_target(target: str) -> None:
+    """Explain the step or the instance that `target` names.
+
+    Raises ValueError for --budgets, of which an explanation has one.
+    """
+    if flags.FLAGS.budgets is not None:
+        raise ValueError(
+            f"--budgets={','.join(flags.FLAGS.budgets)} was given for an explanation. "
+            "It is of one plan. Use --budget=75%, or sweep for several budgets."
+        )
+    if target.endswith(".json"):
+        planner = asked_planner() or MilpPlanner()
+        explain(make_schedule(*instance(target), asked_budget(None), planner))
+    else:
+        explain(planned(loaded(target)))
+
+
+def sweep_target(target: str) -> None:
+    """Sweep over budgets of the step or the instance that `target` names."""
+    if target.endswith(".json"):
+        budgets = asked_budgets()
+        write_front(pareto(*instance(target), budgets, asked_planner()))
+    else:
+        write_front(swept(loaded(target)))
+
+
+def output_folder() -> pathlib.Path:
+    """The folder that --output names, which is made if it is not there."""
+    folder = pathlib.Path(flags.FLAGS.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def explain(schedule: Schedule) -> None:
+    """Print a schedule with the reasons of its largest values, and draw it.
+
+    Writes graph.dot, trace.json, report.html, plan.png and matrices.png to --output.
+    Writes graph.svg, too, where Graphviz is installed and there are at most
+    `DRAWN_NODES`. Raises ImportError for pictures if matplotlib is not installed.
+    """
+    print(f"{schedule}\n\n{ESTIMATE}")
+    largest = sorted(schedule.reasons(), key=lambda x: (-x.nbytes, x.value))
+    shown = flags.FLAGS.values
+    for reason in largest[:shown]:
+        print(f"- {reason}")
+    if len(largest) > shown:
+        print(f"- and {len(largest) - shown} more, all of them in report.html")
+    folder = output_folder()
+    schedule.to_dot(folder / "graph.dot")
+    schedule.to_perfetto(folder / "trace.json")
+    if shutil.which("dot") and len(schedule.graph.nodes) <= DRAWN_NODES:
+        schedule.to_dot(folder / "graph.svg")
+    schedule.plot(folder / "plan.png")
+    schedule.plot_matrices(folder / "matrices.png")
+    schedule.to_html(folder / "report.html")
+    print(f"\nfiles in {folder}")
+
+
+def write_front(front: Front) -> None:
+    """Print a front, and write front.csv and front.png to --output.
+
+    Raises ImportError for the figure if matplotlib is not installed.
+    """
+    print(front)
+    folder = output_folder()
+    with open(folder / "front.csv", "w", newline="") as file:
+        rows = front_rows(front)
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    front.plot(folder / "front.png")
+    print(f"\nfiles in {folder}")
+
+
+def front_rows(front: Front) -> list[dict[str, Any]]:
+    """A row for each point of a front, in SI units; seconds and joules are modelled."""
+    base = front.baseline
+    return [
+        {
+            "budget_bytes": point.budget.memory_bytes,
+            "peak_bytes": point.usage.peak_bytes,
+            "seconds": point.usage.seconds,
+            "joules": point.usage.joules,
+            "bytes_paged_in": point.usage.bytes_paged_in,
+            "bytes_paged_out": point.usage.bytes_paged_out,
+            "gap": point.plan.gap,
+            "status": point.plan.status.name,
+            "keep_all_bytes": base.peak_bytes,
+            "keep_all_seconds": base.seconds,
+            "keep_all_joules": base.joules,
+        }
+        for point in front.points
+    ]
+
+
+def device_table() -> list[tuple[str, ...]]:
+    """The head and a row for each named device."""
+    rows = [("name", "device", "RAM", "FLOP/s", "compute power", "storage in, out")]
+    for name, device in devices.ALL.items():
+        rates = device.page_in_bytes_per_second, device.page_out_bytes_per_second
+        rows.append(
+            (
+                name,
+                device.name,
+                format_bytes(device.ram_bytes),
+                f"{device.flops_per_second:.4g}",
+                f"{device.compute_watts:.3g} W",
+                f"{rates[0] / 1e6:.4g}, {rates[1] / 1e6:.4g} MB/s",
+            )
+        )
+    return rows
+
+
+def constant_table(
+    device: DeviceProfile, defaults: bool = False
+) -> list[tuple[str, str, str]]:
+    """The head and a row for each constant of a device; see `DeviceProfile`."""
+    return [("constant", "value", "origin"), *device.constants(defaults)]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table as text, in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(x.ljust(w) for x, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def print_devices() -> None:
+    """Print the table of devices, or all that is known of the one --device names."""
+    device = asked_device()
+    if device is None:
+        print(aligned(device_table()))
+    else:
+        print(device.name, aligned(constant_table(device, defaults=True)), sep="\n")
+
+
+# What each command takes, and does.
+COMMANDS: dict[str, tuple[int, Callable[..., None]]] = {
+    "explain": (1, explain_target),
+    "sweep": (1, sweep_target),
+    "devices": (0, print_devices),
+}
+
+
+def main(argv: Sequence[str]) -> None:
+    """Run the command in `argv`, which begins with the program's name.
+
+    Raises SystemExit with a message for what does not go together, and RuntimeError
+    from an error of the caller's file.
+    """
+    command, rest = "".join(argv[1:2]), argv[2:]
+    count, run = COMMANDS.get(command, (-1, print_devices))
+    if count != len(rest):
+        raise SystemExit(
+            f"The arguments {list(argv[1:])} were given. The commands are explain "
+            "STEP, sweep STEP and devices. A STEP is file.py:function, or an instance "
+            "as JSON. Use for example python -m poet_jax explain train.py:make_step "
+            "--budget=75%, or --help for the flags."
+        )
+    with messages():
+        run(*rest)
