@@ -1,48 +1,25 @@
-"""Draw the figure of a plan in docs/tutorials.
+"""Draw the figure of the plan that docs/tutorials/reading_a_plan.ipynb reads.
 
     python -m experiments.plan_figure
 
-plans its step within 52 MiB for a Jetson TX2, and writes
-docs/plan.png, in half a minute. Everything in the figure is planned: nothing runs.
+plans the step of the notebook's first cell, and writes docs/plan.png, in half a minute.
+Everything in the figure is planned: nothing runs.
 """
 
-import pathlib
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 from absl import app
 
-import poet_jax
-
-PATH = pathlib.Path(__file__).parent.parent / "docs" / "plan.png"
-
-
-def loss_fn(weights, x, y):
-    for w in weights:
-        x = jnp.tanh(x @ w)
-    return jnp.mean((x - y) ** 2)
-
-
-def step(weights, x, y):
-    loss, gradients = jax.value_and_grad(loss_fn)(weights, x, y)
-    return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)], loss
+from experiments.pages import ROOT, blocks
 
 
 def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    data = jax.ShapeDtypeStruct((8192, 256), jnp.float32)
-    weights = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 4
-    train = poet_jax.schedule(
-        step,
-        "52MiB",
-        donate_argnums=0,
-        device=poet_jax.devices.JETSON_TX2,
-        planner=poet_jax.MilpPlanner(time_limit_seconds=10),
-    )
-    schedule = train.plan(weights, data, data)
-    print(schedule)
-    schedule.plot(PATH)
+    cell = blocks(ROOT / "docs" / "tutorials" / "reading_a_plan.ipynb")[0]
+    namespace: dict[str, Any] = {}
+    exec(cell.code, namespace)
+    namespace["schedule"].plot(ROOT / "docs" / "plan.png")
 
 
 if __name__ == "__main__":
