@@ -39,6 +39,7 @@ STYLE = {
     "axes.titlesize": 8,
     "axes.labelsize": 8,
     "legend.fontsize": 8,
+    "figure.labelsize": 8,
     "legend.frameon": False,
     "lines.linewidth": 1.0,
     "lines.markersize": 4.0,
