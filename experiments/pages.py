@@ -151,7 +151,13 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """MkDocs' hook: links to notebooks and results, as the site has them."""
+    """MkDocs' hook: blocks of code, and links to notebooks and results, as the site has
+    them."""
+    for kind, title in (
+        (r"text output", r'text title="Output"'),
+        (r"python (\S+)", r'python title="\1"'),
+    ):
+        markdown = re.sub(f"^```{kind}$", f"```{title}", markdown, flags=re.M)
     up = "../" * page.file.src_uri.count("/")
     markdown = markdown.replace(f"]({up}../experiments/results/", f"]({up}results/")
     return re.sub(r"\]\(([\w./]+)\.ipynb", r"](\1.md", markdown)

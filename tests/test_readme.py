@@ -6,8 +6,12 @@ in docs/ run as pages do: their outputs are those that are committed.
 
 import pathlib
 
+import markdown
 import nbformat
 import pytest
+from mkdocs.config import load_config
+from mkdocs.structure.files import File
+from mkdocs.structure.pages import Page
 
 from experiments import pages
 from experiments.benchmarks import tables
@@ -80,6 +84,22 @@ def test_links_lead_to_files(page):
     cells = pages.markdown(page) if page in pages.NOTEBOOKS else page.read_text()
     for link in pages.links(cells):
         assert (page.parent / link).exists(), link
+
+
+@pytest.fixture(scope="module")
+def site():
+    return load_config(str(ROOT / "mkdocs.yml"))
+
+
+@pytest.mark.parametrize("page", pages.PAGES[1:], ids=name)
+def test_the_site_shows_blocks_and_not_their_fences(page, site):
+    text = pages.markdown(page) if page in pages.NOTEBOOKS else page.read_text()
+    file = File(page.relative_to(ROOT / "docs").as_posix(), None, "", True)
+    text = pages.on_page_markdown(text, Page(None, file, site))
+    options = {"extension_configs": site.mdx_configs}
+    html = markdown.markdown(text, extensions=site.markdown_extensions, **options)
+    assert "```" not in html
+    assert html.count('<div class="highlight">') >= len(pages.FENCE.findall(text))
 
 
 def test_tables_are_those_of_the_rows_that_are_committed():
