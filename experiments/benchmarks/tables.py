@@ -103,6 +103,17 @@ def readme() -> str:
     return table(["step", "memory of `jax.jit`", "budget", "time of `jax.jit`"], lines)
 
 
+def checkpoint() -> str:
+    """Memory and time of each step with `jax.checkpoint` around every block."""
+    lines = []
+    for (model, share), row in rows_of("step_benchmark").items():
+        if share == "100" and row["checkpoint_bytes"]:
+            sizes = size(row["jit_bytes"]), size(row["checkpoint_bytes"])
+            lines.append([model, *sizes, f"{float(row['checkpoint_ratio']):.2f}"])
+    head = ["step", "`jax.jit`", "with `jax.checkpoint`", "time of `jax.jit`"]
+    return table(head, lines)
+
+
 def plans(kind: str, shares: Sequence[str]) -> str:
     """What each planner costs over keep-all, for every graph of a kind."""
     rows = {
@@ -352,6 +363,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "readme": readme,
     "steps": lambda: ratios("step_benchmark", ("100", "75", "50", "least")),
     "small_steps": lambda: ratios("small_steps", ("100", "60", "least")),
+    "checkpoint": checkpoint,
     "plans_gradient": lambda: plans("gradient", SHARES),
     "plans_step": lambda: plans("step", SHARES),
     "plans_instance": lambda: plans("instance", SMALL_SHARES),
