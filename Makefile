@@ -21,8 +21,7 @@ test: setup lint docs
 figures: setup
 	$(BIN)/python -m experiments.devices
 	$(BIN)/python -m experiments.benchmarks.tables
-	$(BIN)/python -m poet_jax explain experiments/plan_figure.py:make_step --output=outputs/figure
-	cp outputs/figure/plan.png docs/plan.png
+	$(BIN)/python -m experiments.plan_figure
 	$(BIN)/python -m experiments.paper.questions --plot
 	$(BIN)/python -m experiments.sparse.adapt --plot
 	$(BIN)/python -m experiments.sparse.adapt_search --plot

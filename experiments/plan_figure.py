@@ -1,31 +1,26 @@
-"""The step whose plan is drawn in docs/tutorials; `make figures` draws it.
+"""Draw the figure of the plan that docs/tutorials/reading_a_plan.ipynb reads.
 
+    python -m experiments.plan_figure
+
+plans the step of the notebook's first cell, and writes docs/plan.png, in half a minute.
 Everything in the figure is planned: nothing runs.
 """
 
-import jax
-import jax.numpy as jnp
+from typing import Any
 
-import poet_jax
+from absl import app
 
-
-def loss_fn(weights, x, y):
-    for w in weights:
-        x = jnp.tanh(x @ w)
-    return jnp.mean((x - y) ** 2)
+from experiments.pages import ROOT, blocks
+from experiments.program import program
 
 
-def step(weights, x, y):
-    loss, gradients = jax.value_and_grad(loss_fn)(weights, x, y)
-    return [w - 0.1 * g for w, g in zip(weights, gradients, strict=True)], loss
+@program
+def main() -> None:
+    cell = blocks(ROOT / "docs" / "tutorials" / "reading_a_plan.ipynb")[0]
+    namespace: dict[str, Any] = {}
+    exec(cell.code, namespace)
+    namespace["schedule"].plot(ROOT / "docs" / "plan.png")
 
 
-def make_step():
-    """As `python -m poet_jax explain` takes it."""
-    planner = poet_jax.MilpPlanner(time_limit_seconds=10)
-    device = poet_jax.devices.JETSON_TX2
-    train = poet_jax.schedule(
-        step, "52MiB", donate_argnums=0, device=device, planner=planner
-    )
-    data = jax.ShapeDtypeStruct((8192, 256), jnp.float32)
-    return train, [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 4, data, data
+if __name__ == "__main__":
+    app.run(main)

@@ -32,7 +32,6 @@ import pathlib
 import resource
 import statistics
 import time
-from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -54,7 +53,7 @@ from poet_jax.core.errors import BudgetTooSmall
 from poet_jax.core.units import parse_bytes
 from poet_jax.planners.milp.solver import IDLE_SECONDS
 from poet_jax.planners.planner import keep_everything
-from poet_jax.viz.figures import new_figure
+from poet_jax.viz.figures import drawn
 
 PLANNERS = (
     "greedy", "sqrt", "paging_only", "milp", "milp_remat", "milp_highs", "paper"
@@ -94,8 +93,21 @@ CASES = {
     "unet": unet_case(),
     "skips": skips_case(),
 }
-# What the page of benchmarks shows.
-PAGE_PANELS = ("resnet50 gradient", "bert12 gradient", "skips gradient", "gpt24 step")
+# Of the figure: a convolutional network, a transformer, one in which every layer's
+# result waits for long, whose bound is the least tight, and a whole step.
+PANELS = {
+    ("resnet50", "gradient"): "ResNet-50",
+    ("bert12", "gradient"): "BERT, 12 layers",
+    ("skips", "gradient"): "long skips",
+    ("gpt24", "step"): "GPT, 24 layers, step",
+}
+# Okabe and Ito's colours, which are told apart without red or green.
+STYLES = {
+    "greedy": ("greedy", "#E69F00", "v"),
+    "sqrt": ("sqrt", "#999999", "s"),
+    "paging_only": ("paging only", "#56B4E9", "^"),
+    "milp": ("MILP", "#000000", "o"),
+}
 PAPER_NODES = 60  # more are out of reach of the published formulation
 COLUMNS = (
     "graph", "kind", "nodes", "keep_all_bytes", "share", "memory_bytes", "planner",
@@ -234,72 +246,57 @@ def smallest_bytes(graph, costs) -> int:
     return 1
 
 
-def plot(
-    rows: list[dict[str, str]], path: pathlib.Path, chosen: Sequence[str] = ()
-) -> None:
-    """A panel per graph: what each planner costs over keep-all, against memory.
+def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
+    """What planners cost over keep-all, against memory: a panel for each of `PANELS`.
 
-    Panels are those of "graph kind" that are `chosen`, four in a line, or two if there
-    are so few; by default all.
+    Or for the first graphs there are, if there are none of these. The other graphs and
+    planners are in the tables of docs/benchmarks/plans.md.
     """
     shortest = {
         (row["graph"], row["kind"], row["planner"], row["share"]): row
         for row in sorted(rows, key=lambda row: -float(row["time_limit"]))
     }
-    panels = list(dict.fromkeys((row["graph"], row["kind"]) for row in rows))
-    panels = [x for x in panels if not chosen or " ".join(x) in chosen]
-    columns = 4 if len(panels) > 4 else 2
-    lines = -(-len(panels) // columns)
-    size = 3 * columns, 2.6 * lines + 0.6
-    figure = new_figure(figsize=size, facecolor="white")
-    axes = figure.subplots(lines, columns, squeeze=False)
-    # Okabe and Ito's colours, which are told apart without red or green.
-    styles = {
-        "greedy": ("#E69F00", "v"), "sqrt": ("#999999", "s"),
-        "paging_only": ("#56B4E9", "^"), "milp": ("#000000", "o"),
-        "milp_remat": ("#D55E00", "x"), "milp_highs": ("#009E73", "+"),
-        "paper": ("#CC79A7", "d"),
-    }  # fmt: skip
-    for axis, panel in zip(axes.flat, panels, strict=False):
-        here = [row for key, row in shortest.items() if key[:2] == panel]
-        for planner, (colour, marker) in styles.items():
-            points = sorted(
-                (
-                    100 * float(row["memory_bytes"]) / float(row["keep_all_bytes"]),
-                    100 * float(row["over_keep_all"]),
-                    100 * float(row["over_keep_all"])
-                    - 100 * float(row["gap"]) * (1 + float(row["over_keep_all"])),
-                )
-                for row in here
-                if row["planner"] == planner
-                and row["over_keep_all"]
-                and row["status"] != "REFUTED"
-            )
-            if not points:
-                continue
-            memory, extra, bound = np.array(points).T
-            axis.plot(memory, np.maximum(extra, 0.01), marker=marker, color=colour,
-                      label=planner, markersize=4, linewidth=0.9)  # fmt: skip
-            if planner == "milp":
-                axis.fill_between(memory, np.maximum(bound, 0.01),
-                                  np.maximum(extra, 0.01), color="#BBBBBB",
-                                  label="milp to its bound", linewidth=0)  # fmt: skip
-        axis.set_yscale("log")
-        axis.set_ylim(0.01, 1000)
-        axis.set_title(f"{panel[0]} {panel[1]}, {here[0]['nodes']} nodes", fontsize=9)
-        axis.tick_params(labelsize=7)
-    for axis in list(axes.flat)[len(panels) :]:
-        axis.axis("off")
-    figure.supxlabel("memory budget (% of keep-all's peak)", fontsize=9)
-    figure.supylabel("extra over keep-all (%, modelled)", fontsize=9)
-    handles = {}
-    for axis in axes.flat:
-        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside upper center", ncols=2 * columns,
-        fontsize=8, frameon=False,
-    )  # fmt: skip
-    figure.savefig(path, dpi=130)
+    there = list(dict.fromkeys((row["graph"], row["kind"]) for row in rows))
+    panels = [x for x in PANELS if x in there] or there[: len(PANELS)]
+    with drawn(path, 4.8) as figure:
+        axes = figure.subplots(2, 2, sharex=True, sharey=True)
+        for axis, panel in zip(axes.flat, panels, strict=False):
+            here = [row for key, row in shortest.items() if key[:2] == panel]
+            for planner in STYLES:
+                _draw(axis, [row for row in here if row["planner"] == planner], planner)
+            title = f"{PANELS.get(panel, ' '.join(panel))}, {here[0]['nodes']} nodes"
+            axis.set(title=title, yscale="log", ylim=(0.5, 250))
+            ticks = (1, 10, 100)
+            axis.set_yticks(ticks, [f"{tick} %" for tick in ticks])
+            axis.grid(color="#DDDDDD", linewidth=0.6)
+            axis.set_axisbelow(True)
+        figure.supxlabel("memory budget (% of keep-all's peak)")
+        figure.supylabel("extra over keep-all (modelled)")
+        handles = {}
+        for axis in axes.flat:
+            found = axis.get_legend_handles_labels()
+            handles |= dict(zip(*reversed(found), strict=True))
+        legend = {"loc": "outside upper center", "ncols": 3}
+        figure.legend(handles.values(), handles.keys(), **legend)
+
+
+def _draw(axis, rows: list[dict[str, str]], planner: str) -> None:
+    """A planner's line, and for the MILP the room down to what is proven."""
+    name, colour, marker = STYLES[planner]
+    points = []
+    for row in rows:
+        if row["over_keep_all"] and row["status"] != "REFUTED":
+            memory = float(row["memory_bytes"]) / float(row["keep_all_bytes"])
+            cost = 1 + float(row["over_keep_all"])
+            bound = cost * (1 - float(row["gap"]))
+            points.append((100 * memory, 100 * (cost - 1), 100 * (bound - 1)))
+    if not points:
+        return
+    memory, extra, bound = np.array(sorted(points)).T
+    axis.plot(memory, extra, color=colour, marker=marker, label=name)
+    if planner == "milp":
+        style = {"color": "#BBBBBB", "linewidth": 0, "label": "down to its bound"}
+        axis.fill_between(memory, np.maximum(bound, 0.01), extra, **style)
 
 
 @program
@@ -309,8 +306,6 @@ def main() -> None:
         run(folder / "plans.csv")
     rows = read_rows(folder / "plans.csv")
     plot(rows, folder / "plans.png")
-    if flags.FLAGS.plot:
-        plot(rows, pathlib.Path("docs/plans.png"), PAGE_PANELS)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from absl import app
 from experiments.benchmarks import measuring
 from experiments.benchmarks.small_models import SMALL_STEPS
 from experiments.program import program
-from poet_jax.viz.figures import new_figure
+from poet_jax.viz.figures import drawn
 
 measuring.step_flags(
     "small_steps",
@@ -46,33 +46,39 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
     """Time, first step and memory of every row, a mark for each share."""
     rows = [row for row in rows if row["ratio"]]
     names = [name for name in SMALL_STEPS if name in {row["model"] for row in rows}]
-    figure = new_figure(figsize=(10, 1.5 + 0.25 * len(names)))
     panels = {
-        "a step over jax.jit's": ("ratio", None),
-        "the first step over jax.jit's": ("first_ratio", None),
-        "rise over the budget": ("rise_bytes", "budget_bytes"),
+        "a step\nover jax.jit's": ("ratio", None),
+        "the first step\nover jax.jit's": ("first_ratio", None),
+        "rise over\nthe budget": ("rise_bytes", "budget_bytes"),
     }
-    axes = figure.subplots(1, len(panels), sharey=True)
     # Okabe and Ito's colours, which are told apart without red or green.
     marks = {"100": "o", "60": "s", measuring.LEAST: "^"}
     colours = dict(zip(marks, ("#0072B2", "#E69F00", "#000000"), strict=True))
-    for share, marker in marks.items():
-        of_share = [row for row in rows if row["share"] == share]
-        if not of_share:
-            continue
-        places = [names.index(row["model"]) for row in of_share]
-        label = share if share == measuring.LEAST else f"{share} %"
-        for axis, (column, unit) in zip(axes, panels.values(), strict=True):
-            x = [float(row[column]) / float(row[unit] if unit else 1)
-                 for row in of_share]  # fmt: skip
-            axis.scatter(x, places, color=colours[share], marker=marker, label=label)
-    for axis, label in zip(axes, panels, strict=True):
-        axis.axvline(1, color="#999999", linewidth=0.8)
-        axis.set_xlabel(label)
-    axes[0].set_yticks(range(len(names)), names)
-    axes[0].invert_yaxis()
-    axes[0].legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130)
+    with drawn(path, 1.3 + 0.2 * len(names)) as figure:
+        axes = figure.subplots(1, len(panels), sharey=True)
+        for share, marker in marks.items():
+            of_share = [row for row in rows if row["share"] == share]
+            if not of_share:
+                continue
+            places = [names.index(row["model"]) for row in of_share]
+            label = share if share == measuring.LEAST else f"{share} %"
+            style = {"color": colours[share], "marker": marker, "label": label}
+            for axis, (column, unit) in zip(axes, panels.values(), strict=True):
+                x = [float(row[column]) / float(row[unit] if unit else 1)
+                     for row in of_share]  # fmt: skip
+                axis.scatter(x, places, s=14, **style)
+        for axis, label in zip(axes, panels, strict=True):
+            axis.axvline(1, color="#999999", linewidth=0.8)
+            axis.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+            axis.set_axisbelow(True)
+            axis.set_xscale("log")
+            axis.set_xticks((0.5, 1, 2, 5, 10), ("0.5", "1", "2", "5", "10"))
+            axis.set_xticks((), minor=True)
+            axis.set_xlabel(label)
+        axes[0].set_yticks(range(len(names)), names)
+        axes[0].invert_yaxis()
+        handles = axes[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside upper center", ncols=3)
 
 
 @program

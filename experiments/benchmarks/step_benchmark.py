@@ -40,7 +40,7 @@ from absl import app
 from experiments.benchmarks import measuring
 from experiments.program import program
 from experiments.steps import TrainingStep, flax_case, unet_case
-from poet_jax.viz.figures import new_figure
+from poet_jax.viz.figures import drawn
 
 measuring.step_flags(
     "step_benchmark",
@@ -69,29 +69,28 @@ def training(model: str, **options) -> TrainingStep:
 
 def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
     """Time against the budget, both over jax.jit's, a line for each model."""
-    figure = new_figure(figsize=(7, 4.5))
-    axis = figure.subplots()
     # Okabe and Ito's colours, which are told apart without red or green.
     colours = ["#000000", "#E69F00", "#56B4E9", "#009E73", "#0072B2", "#D55E00",
                "#CC79A7"]  # fmt: skip
     measured = {row["model"] for row in rows}
     names = [name for name in ALL_CASES if name in measured]
-    for name, colour, marker in zip(names, colours, "osv^Dx*", strict=False):
-        points = sorted(
-            (
-                100 * float(row["budget_bytes"]) / float(row["jit_bytes"]),
-                float(row["ratio"]),
+    with drawn(path, 3.8) as figure:
+        axis = figure.subplots()
+        for name, colour, marker in zip(names, colours, "osv^Dx*", strict=False):
+            points = sorted(
+                (
+                    100 * float(row["budget_bytes"]) / float(row["jit_bytes"]),
+                    float(row["ratio"]),
+                )
+                for row in rows
+                if row["model"] == name and row["ratio"]
             )
-            for row in rows
-            if row["model"] == name and row["ratio"]
-        )
-        if points:
-            axis.plot(*np.array(points).T, color=colour, marker=marker, label=name)
-    axis.axhline(1, color="#999999", linewidth=0.8)
-    axis.set_xlabel("memory budget (% of what jax.jit needs)")
-    axis.set_ylabel("measured step time over jax.jit's")
-    axis.legend(frameon=False, fontsize=8)
-    figure.savefig(path, dpi=130)
+            if points:
+                axis.plot(*np.array(points).T, color=colour, marker=marker, label=name)
+        axis.axhline(1, color="#999999", linewidth=0.8)
+        axis.set_xlabel("memory budget (% of what jax.jit needs)")
+        axis.set_ylabel("measured step time over jax.jit's")
+        figure.legend(loc="outside upper center", ncols=4)
 
 
 @program

@@ -1,25 +1,25 @@
-"""Write the tables of measured steps into README.md and docs/benchmarks.md.
+"""Write the tables of results into README.md and docs/benchmarks/.
 
     python -m experiments.benchmarks.tables
 
-They come from the committed rows of `experiments.benchmarks.step_benchmark`,
-`small_steps` and `paged_state`, between the comments `<!-- table: NAME -->` and `<!--
-end -->` of a page.
+They come from the rows under experiments/results/ that are committed, and stand
+between the comments `<!-- table: NAME -->` and `<!-- end -->` of a page, where NAME is
+a key of `TABLES`.
 """
 
 import json
 import pathlib
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from absl import app
 
 from experiments.program import markdown, program, read_rows
-from poet_jax.core.units import format_bytes
+from poet_jax.core.units import format_bytes, format_seconds
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "benchmarks").glob("*.md")))
 README_ROWS = (
     ("ResNet-18, batch 64", "resnet18", "50"),
     ("ResNet-50, batch 16", "resnet50", "50"),
@@ -27,6 +27,28 @@ README_ROWS = (
     ("GPT, 12 layers", "gpt12", "50"),
     ("U-Net, diffusion", "unet", "50"),
 )
+
+
+Row = dict[str, str]
+SHARES = ("75", "50", "35", "25", "15")  # percent, of the tables of plans
+SMALL_SHARES = ("75", "50", "25")  # of those of the paper's own graphs
+
+
+def read(name: str) -> list[Row]:
+    """Rows of a CSV file under experiments/results/."""
+    return read_rows(RESULTS / f"{name}.csv")
+
+
+def read_json(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def percent(fraction: float, digits: int = 2) -> str:
+    return f"{round(100 * fraction, digits) + 0.0:.{digits}f} %"  # no -0.00
+
+
+def size(number: str | int) -> str:
+    return format_bytes(int(number))
 
 
 def rows_of(name: str) -> dict[tuple[str, str], dict[str, str]]:
@@ -76,16 +98,293 @@ def readme() -> str:
     return markdown([head, *lines])
 
 
+def checkpoint() -> str:
+    """Memory and time of each step with `jax.checkpoint` around every block."""
+    lines = []
+    for (model, share), row in rows_of("step_benchmark").items():
+        if share == "100" and row["checkpoint_bytes"]:
+            sizes = size(row["jit_bytes"]), size(row["checkpoint_bytes"])
+            lines.append([model, *sizes, f"{float(row['checkpoint_ratio']):.2f}"])
+    head = ["step", "`jax.jit`", "with `jax.checkpoint`", "time of `jax.jit`"]
+    return markdown([head, *lines])
+
+
+def plans(kind: str, shares: Sequence[str]) -> str:
+    """What each planner costs over keep-all, for every graph of a kind."""
+    rows = {
+        (row["graph"], row["share"], row["planner"]): row
+        for row in read("plan_benchmark/plans")
+        if row["kind"] == kind and float(row["time_limit"]) == 20
+    }
+
+    def cell(graph: str, share: str, planner: str) -> str:
+        row = rows.get((graph, share, planner))
+        if row is None or not row["over_keep_all"] or row["status"] == "REFUTED":
+            return ""
+        return percent(float(row["over_keep_all"]))
+
+    lines = []
+    planners = ("greedy", "sqrt", "paging_only", "milp_remat", "milp_highs", "milp")
+    for graph in dict.fromkeys(graph for graph, _, _ in rows):
+        for share in shares:
+            best = rows[graph, share, "milp"]
+            cells = [cell(graph, share, planner) for planner in planners]
+            if cells[-1]:
+                name = f"{graph}, {best['nodes']} nodes"
+                rest = percent(float(best["gap"])), f"{float(best['seconds']):.1f}"
+                lines.append([name, f"{share} %", *cells, *rest])
+    head = ["graph", "memory", "`greedy`", "`sqrt`", "`paging_only`", "remat alone"]
+    return markdown([[*head, "HiGHS", "CBC", "gap", "seconds"], *lines])
+
+
+def solvers() -> str:
+    """How often one MILP's plan costs more than another's."""
+    costs = {}
+    for row in read("plan_benchmark/plans"):
+        if float(row["time_limit"]) == 20 and row["over_keep_all"]:
+            key = row["graph"], row["kind"], row["share"]
+            cost = float(row["over_keep_all"])
+            costs.setdefault(key, {})[row["planner"]] = cost
+    lines = []
+    for planner, name in (
+        ("milp_highs", "HiGHS"),
+        ("milp_remat", "CBC, remat alone"),
+        ("greedy", "`greedy`"),
+    ):
+        both = [x for x in costs.values() if planner in x and "milp" in x]
+        less = sum(x["milp"] < x[planner] - 1e-3 for x in both)
+        more = sum(x["milp"] > x[planner] + 1e-3 for x in both)
+        only = sum("milp" in x and planner not in x for x in costs.values())
+        equal = len(both) - less - more
+        lines.append([name, *map(str, (less, equal, more, only))])
+    head = ["CBC's plan beside that of", "costs less", "as much", "more"]
+    return markdown([[*head, "is the only one"], *lines])
+
+
+def activations() -> str:
+    """Plans with room for parameters and gradients beside the budget."""
+    lines = []
+    for row in read("plan_benchmark/plans"):
+        if row["kind"] == "activations":
+            sizes = (size(row[name]) for name in ("keep_all_bytes", "memory_bytes"))
+            extra = percent(float(row["over_keep_all"]), 1)
+            lines.append([row["graph"], *sizes, extra, percent(float(row["gap"]))])
+    return markdown([["graph", "keep-all", "memory", "extra", "gap"], *lines])
+
+
+def layers() -> str:
+    """Seconds until a plan is within 1 % of its bound, by the number of layers."""
+    rows = read("plan_benchmark/layers")
+    graphs = list(dict.fromkeys(row["graph"] for row in rows))
+    lines = {}
+    for row in rows:
+        words = {"gradient": "gradient", "step": "whole step"}[row["kind"]]
+        text = f"{float(row['seconds']):.1f}"
+        if row["status"] != "OPTIMAL":
+            text += f" (gap {percent(float(row['gap']), 1)})"
+        lines.setdefault(f"{words} in {row['share']} %", {})[row["graph"]] = text
+    body = [[name, *(cells[g] for g in graphs)] for name, cells in lines.items()]
+    return markdown([["", *graphs], *body])
+
+
+def paged_state() -> str:
+    """BERT-base with its state in a file, and in RAM."""
+    result = read_json("paged_state/bert12")
+    lines = []
+    for row in result["rows"]:
+        moved = "bytes_paged_in" in row
+        lines.append([
+            f"`{row['step']}`",
+            size(row["state_bytes"]),
+            size(row["budget_bytes"]) if moved else "none",
+            size(row["compiled_bytes"]) if moved else "",
+            size(row["rise_bytes"]),
+            format_seconds(row["seconds"]),
+            f"{size(row['bytes_paged_in'])}, {size(row['bytes_paged_out'])}"
+            if moved else "",
+            format_seconds(row["waiting_seconds"]) if moved else "",
+        ])  # fmt: skip
+    head = ["step", "state", "budget", "XLA's count", "rise", "seconds", "in, out"]
+    return markdown([[*head, "waiting"], *lines])
+
+
+def store() -> str:
+    """Rates of pages beside plain transfers of the same file."""
+    lines = []
+    for row in read_json("store_benchmark/store")["rows"]:
+        cells = [size(row["page_bytes"])]
+        for kind in ("write", "read"):
+            rate = row[f"{kind}_bytes_per_second"]
+            cells += [f"{rate / 1e9:.2f} GB/s", f"{row[f'{kind}_ratio']:.2f}"]
+        lines.append(cells)
+    head = ["page", "out", "of plain writes", "in", "of plain reads"]
+    return markdown([head, *lines])
+
+
+def hard_limit() -> str:
+    """What became of a process under a limit of the operating system's."""
+    lines = []
+    titles = {"resnet18": "ResNet-18", "bert12": "BERT-base, state in a file"}
+    for name, title in titles.items():
+        for row in read_json(f"hard_limit/{name}")["rows"]:
+            sizes = size(row["budget_bytes"]), size(row["limit_bytes"])
+            lines.append([title, f"`{row['step']}`", *sizes, row["outcome"]])
+    head = ["model", "step", "budget", "limit of the process", "outcome"]
+    return markdown([head, *lines])
+
+
+def shapes() -> str:
+    """What the process's memory rose by, beside budget and count."""
+    names = ("budget_bytes", "compiled_bytes", "rise_bytes")
+    lines = [
+        [row["scenario"].replace("_", " "), row["device"].replace("_", " ").lower()]
+        + [size(row[name]) for name in names]
+        for row in read("shapes/shapes")
+    ]
+    head = ["steps", "planned for", "budget", "XLA's count", "rise"]
+    return markdown([head, *lines])
+
+
+def endurance() -> str:
+    """What a process holds as steps go on."""
+    result = read_json("endurance/endurance")
+    lines = []
+    for moment in ("after_a_tenth", "halfway", "at_the_end"):
+        held = result[moment]
+        sizes = [held[f"{name}_bytes"] for name in ("resident", "store", "file")]
+        counts = str(held["threads"]), str(held["open_files"])
+        lines.append([moment.replace("_", " "), *map(size, sizes), *counts])
+    return markdown([["", "RAM", "store", "its file", "threads", "open files"], *lines])
+
+
+PAPER_PLANNERS = {
+    "sqrt": "`sqrt`",
+    "capuchin": "Capuchin-like",
+    "pofo": "POFO-like",
+    "paging": "paging alone",
+    "remat": "remat alone",
+    "milp": "integrated",
+}
+
+
+def energies(question: str, column: str, show: Callable[[str], str]) -> str:
+    """Extra energy of each planner by model, device and `column`."""
+    found: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in read(f"paper/{question}"):
+        model = row["model"].removesuffix(f"-{row['device']}").partition(":")[0]
+        if row["counted"] == "activations" and question == "ram":
+            model += "'s activations"
+        key = model, row["device"], row[column]
+        found.setdefault(key, {})[row["planner"]] = row
+
+    def cell(row: Row | None) -> str:
+        if row is None or not row["joules"]:
+            return ""
+        return percent(float(row["joules"]) / float(row["keep_all_joules"]) - 1)
+
+    planners = [x for x in PAPER_PLANNERS if any(x in one for one in found.values())]
+    lines = []
+    order = sorted(found, key=lambda key: (*key[:2], float(key[2])))
+    for key in order:
+        cells = [cell(found[key].get(planner)) for planner in planners]
+        if cells[-1]:
+            gap = percent(float(found[key]["milp"]["gap"]))
+            lines.append([key[0], f"`{key[1]}`", show(key[2]), *cells, gap])
+    names = [PAPER_PLANNERS[planner] for planner in planners]
+    head = ["model", "device", {"share": "RAM"}.get(column, column)]
+    return markdown([[*head, *names, "gap"], *lines])
+
+
+def smallest() -> str:
+    """The least RAM of a training step, by what is counted."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for row in read("paper/smallest"):
+        key = row["model"], row["batch_size"]
+        found.setdefault(key, {})[row["counted"]] = size(row["smallest_bytes"])
+    kinds = list(dict.fromkeys(kind for cells in found.values() for kind in cells))
+    lines = [
+        [f"`{model}`", batch, *(cells.get(kind, "") for kind in kinds)]
+        for (model, batch), cells in found.items()
+    ]
+    return markdown([["model", "batch", *kinds], *lines])
+
+
+def rules() -> str:
+    """Published plans by deadline, as the simulator judges them."""
+    lines = []
+    rows = read("paper/rules")
+    for deadline in dict.fromkeys(row["deadline"] for row in rows):
+        own = [row for row in rows if row["deadline"] == deadline]
+        published = [row for row in own if row["published_joules"]]
+        refuted = [row for row in published if row["refuted"]]
+        ours = [row for row in own if row["milp_joules"]]
+        proven = [row for row in ours if row["milp_status"] == "OPTIMAL"]
+        counts = map(len, (own, published, refuted, ours, proven))
+        lines.append([f"{deadline} times the compute", *map(str, counts)])
+    head = ["deadline", "points", "published plans", "refuted", "plans here"]
+    return markdown([[*head, "proven optimal"], *lines])
+
+
+def schemes(name: str) -> str:
+    """Accuracy and cost of training a part; means over seeds."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in read(f"{name}/schemes"):
+        label = row["update"]
+        if not label.startswith("{"):
+            groups.setdefault((label, row["budget"]), []).append(row)
+
+    def mean(rows: Iterable[Row], column: str) -> float | None:
+        values = [float(row[column]) for row in rows if row[column]]
+        return sum(values) / len(values) if values else None
+
+    lines = []
+    for (update, budget), rows in groups.items():
+        accuracy = mean((r for r in rows if int(r["steps"])), "accuracy")
+        if accuracy is None:
+            continue
+        ratio, nbytes = mean(rows, "ratio"), mean(rows, "peak_bytes")
+        lines.append([
+            f"`{update}`",
+            "none" if budget == "all" else budget,
+            percent(accuracy, 1),
+            "" if nbytes is None else size(round(nbytes)),
+            "" if ratio is None else f"{ratio:.2f}",
+        ])  # fmt: skip
+    head = ["what is trained", "budget", "accuracy", "memory", "time of `nnx.jit`"]
+    return markdown([head, *lines])
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "readme": readme,
+    "steps": lambda: ratios("step_benchmark", ("100", "75", "50", "least")),
+    "small_steps": lambda: ratios("small_steps", ("100", "60", "least")),
+    "checkpoint": checkpoint,
+    "plans_gradient": lambda: plans("gradient", SHARES),
+    "plans_step": lambda: plans("step", SHARES),
+    "plans_instance": lambda: plans("instance", SMALL_SHARES),
+    "solvers": solvers,
+    "activations": activations,
+    "layers": layers,
+    "paged_state": paged_state,
+    "store": store,
+    "hard_limit": hard_limit,
+    "shapes": shapes,
+    "endurance": endurance,
+    "ram": lambda: energies("ram", "share", lambda x: f"{float(x):g} %"),
+    "instances": lambda: energies("instances", "share", lambda x: f"{float(x):g} %"),
+    "deadline": lambda: energies("deadline", "deadline", lambda x: f"{float(x):g}"),
+    "smallest": smallest,
+    "rules": rules,
+    "finetune": lambda: schemes("finetune"),
+    "adapt": lambda: schemes("adapt"),
+}
+
+
 def written(text: str) -> str:
     """`text` with each table as the files have it now."""
-    tables = {
-        "readme": readme(),
-        "steps": ratios("step_benchmark", ("100", "75", "50", "least")),
-        "small_steps": ratios("small_steps", ("100", "60", "least")),
-    }
     return re.sub(
         r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)",
-        lambda match: f"{match[1]}\n{tables[match[2]]}\n\n{match[3]}",
+        lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n\n{match[3]}",
         text,
         flags=re.S,
     )

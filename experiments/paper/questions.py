@@ -20,7 +20,7 @@ import itertools
 import logging
 import math
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from absl import app, flags
@@ -37,7 +37,7 @@ from experiments.program import (
 from poet_jax import cli
 from poet_jax.planners.planner import keep_everything
 from poet_jax.stores.paged import at_home
-from poet_jax.viz.figures import new_figure
+from poet_jax.viz.figures import drawn
 
 QUESTIONS = ("ram", "instances", "deadline", "smallest", "rules")
 QUESTION = flags.DEFINE_enum("question", None, QUESTIONS, "What to ask.")
@@ -208,40 +208,62 @@ STYLES = {
 }
 
 
-def plot_panels(rows: list[dict[str, str]], x: str, label: str, path) -> None:
-    """A panel per model and device: joules over keep-all's against the column `x`."""
-    for row in rows:  # an instance is called after its device, too
-        row["model"] = row["model"].removesuffix(f"-{row['device']}")
-    models = list(dict.fromkeys((row["model"], row["counted"]) for row in rows))
-    devices = list(dict.fromkeys(row["device"] for row in rows))
-    figure = new_figure(figsize=(2.9 * len(devices) + 0.6, 2.5 * len(models) + 0.8))
-    axes = figure.subplots(
-        len(models), len(devices), squeeze=False, sharex=True, sharey=True
-    )
-    for line, (model, counted) in enumerate(models):
-        name = model.partition(":")[0]
-        if counted == "activations" and (model, "all") in models:
-            name += "'s activations"
-        for column, device in enumerate(devices):
-            axis = axes[line, column]
-            own = (model, counted, device)
-            here = [r for r in rows if (r["model"], r["counted"], r["device"]) == own]
-            _lines(axis, here, x)
-            axis.set_title(f"{name}, {device}", fontsize=9)
-    handles = {}
-    for axis in axes.flat:
-        handles |= dict(zip(*reversed(axis.get_legend_handles_labels()), strict=True))
-    figure.legend(
-        handles.values(), handles.keys(), loc="outside upper center", ncols=6,
-        fontsize=8, frameon=False,
-    )  # fmt: skip
-    axes[0, 0].set_ylim(LEAST * 0.8, 2 * max(_extra(r) for r in rows if r["joules"]))
-    figure.supxlabel(f"{label}; hollow: over 1 % above what is proven", fontsize=9)
-    figure.supylabel(
-        f"extra energy over keep-all\n(%, modelled; {LEAST} is that or less)",
-        fontsize=9,
-    )
-    figure.savefig(path, dpi=130)
+# Of figures with more rows than these: (model, what is counted, device).
+PANELS = {
+    "ram": (
+        ("resnet18", "all", "NRF52840"),
+        ("resnet18", "all", "JETSON_TX2"),
+        ("bert", "activations", "NRF52840"),
+        ("bert", "activations", "JETSON_TX2"),
+    ),
+    "instances": (
+        ("poet-resnet18_cifar", "activations", "a72"),
+        ("poet-resnet18_cifar", "activations", "m4"),
+        ("poet-bert", "activations", "a72"),
+        ("poet-bert", "activations", "m4"),
+    ),
+}
+
+
+def case(row: dict[str, str]) -> tuple[str, str, str]:
+    """(model, what is counted, device) of a row; an instance is called after its
+    device, too."""
+    model = row["model"].removesuffix(f"-{row['device']}").partition(":")[0]
+    return model, row["counted"], row["device"]
+
+
+def plot_panels(
+    rows: list[dict[str, str]], x: str, label: str, path, chosen: Sequence = ()
+) -> None:
+    """A panel per model and device: joules over keep-all's against the column `x`.
+
+    Of those that are `chosen`, if some are.
+    """
+    cases = list(dict.fromkeys(map(case, rows)))
+    cases = [one for one in chosen if one in cases] or cases
+    lines = -(-len(cases) // 2)
+    with drawn(path, 0.9 + 1.9 * lines) as figure:
+        axes = figure.subplots(lines, 2, squeeze=False, sharex=True, sharey=True)
+        for axis, one in zip(axes.flat, cases, strict=False):
+            model, counted, device = one
+            _lines(axis, [row for row in rows if case(row) == one], x)
+            if counted == "activations" and not model.startswith("poet-"):
+                model += "'s activations"
+            axis.set_title(f"{model}, {device}")
+        handles = {}
+        for axis in axes.flat:
+            found = axis.get_legend_handles_labels()
+            handles |= dict(zip(*reversed(found), strict=True))
+        legend = {"loc": "outside upper center", "ncols": 3}
+        figure.legend(handles.values(), handles.keys(), **legend)
+        top = 2 * max(_extra(row) for row in rows if row["joules"])
+        axes[0, 0].set_ylim(LEAST * 0.8, top)
+        ticks = (0.01, 0.1, 1, 10, 100)
+        axes[0, 0].set_yticks(ticks, [f"{tick:g} %" for tick in ticks])
+        figure.supxlabel(f"{label};\nhollow: over 1 % above what is proven")
+        figure.supylabel(
+            f"extra energy over keep-all\n(modelled; {LEAST} % is that or less)"
+        )
 
 
 LEAST = 0.01  # percent; the axis is logarithmic
@@ -267,8 +289,7 @@ def _lines(axis, rows: list[dict[str, str]], x: str) -> None:
         if found:
             places, extra, _ = zip(*found, strict=True)
             axis.plot(
-                places, extra, marker=marker, color=colour, label=name, markersize=4,
-                linewidth=0.9,
+                places, extra, marker=marker, color=colour, label=name,
             )  # fmt: skip
         for place, extra, unproven in found:
             if unproven:
@@ -283,69 +304,75 @@ def _lines(axis, rows: list[dict[str, str]], x: str) -> None:
         b for a, b in zip([-1.0, *none], none, strict=False) if b - a > close
     ):
         axis.text(
-            place, LEAST * 1.2, "no plan", rotation=90, fontsize=6, color="#555555",
+            place, LEAST * 1.2, "no plan", rotation=90, color="#555555",
             ha="center", va="bottom",
         )  # fmt: skip
     axis.set_yscale("log")
-    axis.tick_params(labelsize=7)
+    axis.grid(color="#DDDDDD", linewidth=0.6)
+    axis.set_axisbelow(True)
 
 
 def plot_smallest(rows: list[dict[str, str]], path) -> None:
     """Bars of the least RAM by what is counted, and lines for the devices' RAM."""
     names = list(dict.fromkeys((r["model"], r["batch_size"]) for r in rows))
-    figure = new_figure(figsize=(9, 0.55 * len(names) + 1.4))
-    axis = figure.subplots()
     colours = dict(zip(STATES, ("#0072B2", "#56B4E9", "#E69F00"), strict=True))
-    for offset, counted in enumerate(STATES):
-        found = {
-            (r["model"], r["batch_size"]): int(r["smallest_bytes"])
-            for r in rows
-            if r["counted"] == counted
-        }
-        axis.barh(
-            [i + 0.27 * (1 - offset) for i in range(len(names))],
-            [found.get(name, np.nan) / 2**20 for name in names],
-            height=0.25, color=colours[counted],
-            label={"all": "everything"}.get(counted, counted),
-        )  # fmt: skip
-    for n, name in enumerate(("NRF52840", "ESP32_S3", "STM32H7", "RASPBERRY_PI_4")):
-        mib = poet_jax.devices.ALL[name].ram_bytes / 2**20
-        axis.axvline(mib, color="black", linewidth=0.8, linestyle=":")
-        axis.text(
-            mib, len(names) - 0.5 + 0.25 * (n % 2), f" {name} ", fontsize=7,
-            va="bottom", ha="left" if name == "STM32H7" else "right",
-        )  # fmt: skip
-    axis.set_yticks(
-        range(len(names)), [f"{m}, batch {b}" for m, b in names], fontsize=7
-    )
-    axis.set_ylim(-0.6, len(names) + 0.1)
-    axis.set_xscale("log")
-    axis.set_xlabel("least RAM of a training step (MiB, modelled)")
-    figure.legend(loc="outside upper center", ncols=3, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=130)
+    with drawn(path, 0.42 * len(names) + 1.2) as figure:
+        axis = figure.subplots()
+        for offset, counted in enumerate(STATES):
+            found = {
+                (r["model"], r["batch_size"]): int(r["smallest_bytes"])
+                for r in rows
+                if r["counted"] == counted
+            }
+            axis.barh(
+                [i + 0.27 * (1 - offset) for i in range(len(names))],
+                [found.get(name, np.nan) / 2**20 for name in names],
+                height=0.25, color=colours[counted],
+                label={"all": "everything"}.get(counted, counted),
+            )  # fmt: skip
+        for n, name in enumerate(("NRF52840", "ESP32_S3", "STM32H7", "RASPBERRY_PI_4")):
+            mib = poet_jax.devices.ALL[name].ram_bytes / 2**20
+            axis.axvline(mib, color="black", linewidth=0.8, linestyle=":")
+            axis.text(
+                mib, len(names) - 0.5 + 0.4 * (n % 2), f" {name} ",
+                va="bottom", ha="left" if name == "STM32H7" else "right",
+            )  # fmt: skip
+        labels = []
+        for model, batch in names:
+            model, _, options = model.partition(":")
+            lines = [model + ", " * bool(batch) + f"batch {batch}"]
+            lines += [options.replace(",heads=2", "").replace(",length", ",\nlength")]
+            labels.append("\n".join(filter(None, lines)))
+        axis.set_yticks(range(len(names)), labels)
+        axis.set_ylim(-0.6, len(names) + 0.4)
+        axis.set_xscale("log")
+        axis.set_xlim(left=0.015)
+        axis.set_xlabel("least RAM of a training step (MiB, modelled)")
+        figure.legend(loc="outside upper center", ncols=3)
 
 
 def plot_rules(rows: list[dict[str, str]], path) -> None:
     """What the published rules' plans take under the simulator's, over the budget."""
-    figure = new_figure(figsize=(7, 4))
-    axis = figure.subplots()
-    for marker, kind, test in (
-        ("o", "holds", lambda r: not r["refuted"]),
-        ("x", "refuted", lambda r: bool(r["refuted"])),
-    ):
-        chosen = [r for r in rows if r["peak_bytes"] and test(r)]
-        axis.scatter(
-            [100 * float(r["peak_bytes"]) / float(r["memory_bytes"]) for r in chosen],
-            [100 * float(r["seconds"]) / float(r["deadline_seconds"]) for r in chosen],
-            marker=marker, color={"o": "#0072B2", "x": "#D55E00"}[marker],
-            label=f"published plan {kind} ({len(chosen)})",
-        )  # fmt: skip
-    axis.axhline(100, color="black", linewidth=0.8)
-    axis.axvline(100, color="black", linewidth=0.8)
-    axis.set_xlabel("peak, in-flight pages counted (% of the budget)")
-    axis.set_ylabel("time, transfers counted (% of the deadline)")
-    figure.legend(loc="outside upper center", ncols=2, fontsize=8, frameon=False)
-    figure.savefig(path, dpi=130)
+    with drawn(path, 3.2) as figure:
+        axis = figure.subplots()
+        for marker, kind, test in (
+            ("o", "holds", lambda r: not r["refuted"]),
+            ("x", "refuted", lambda r: bool(r["refuted"])),
+        ):
+            chosen = [r for r in rows if r["peak_bytes"] and test(r)]
+            axis.scatter(
+                [100 * float(r["peak_bytes"]) / float(r["memory_bytes"])
+                 for r in chosen],
+                [100 * float(r["seconds"]) / float(r["deadline_seconds"])
+                 for r in chosen],
+                marker=marker, color={"o": "#0072B2", "x": "#D55E00"}[marker], s=14,
+                label=f"published plan {kind} ({len(chosen)})",
+            )  # fmt: skip
+        axis.axhline(100, color="black", linewidth=0.8)
+        axis.axvline(100, color="black", linewidth=0.8)
+        axis.set_xlabel("peak, in-flight pages counted (% of the budget)")
+        axis.set_ylabel("time, transfers counted (% of the deadline)")
+        figure.legend(loc="outside upper center", ncols=2)
 
 
 def plot(folder: pathlib.Path) -> None:
@@ -356,7 +383,8 @@ def plot(folder: pathlib.Path) -> None:
     ):
         rows = read_rows(folder / f"{name}.csv")
         if rows:
-            plot_panels(rows, x, label, folder / f"{name}.png")
+            chosen = PANELS.get(name, ())
+            plot_panels(rows, x, label, folder / f"{name}.png", chosen)
     for name, draw in (("smallest", plot_smallest), ("rules", plot_rules)):
         rows = read_rows(folder / f"{name}.csv")
         if rows:

@@ -34,7 +34,7 @@ from experiments.sparse import adapt, schemes
 from experiments.sparse.halves import Halves
 from poet_jax import cli
 from poet_jax.update import Update, contributions, search
-from poet_jax.viz.figures import new_figure
+from poet_jax.viz.figures import drawn
 
 PARTS = ("expand", "depthwise", "project")
 SEED = 100
@@ -145,28 +145,26 @@ def scored(path: pathlib.Path) -> dict[str, float]:
 
 def plot(gains: dict[str, float], chosen: set[str], folder: pathlib.Path) -> None:
     """A bar for each convolution, by block; dark outlines for those that are chosen."""
-    figure = new_figure(figsize=(7, 3.2))
-    axis = figure.subplots()
     # Okabe and Ito's colours.
     colours = dict(zip(PARTS, ("#0072B2", "#E69F00", "#009E73"), strict=True))
     labels = ("first pointwise", "depthwise", "second pointwise")
     names = dict(zip(PARTS, labels, strict=True))
-    for pattern in sorted(gains, key=lambda x: PARTS.index(x.split("/")[2])):
-        _, block, part, *_ = pattern.split("/")
-        axis.bar(
-            int(block) + 0.27 * (PARTS.index(part) - 1),
-            100 * gains[pattern],
-            0.25,
-            color=colours[part],
-            edgecolor="black" if pattern in chosen else "none",
-            label=names.pop(part, None),
-        )
-    axis.axhline(0, color="#999999", linewidth=0.8)
-    axis.set_xlabel("block; outlined: chosen by the search")
-    axis.set_ylabel("measured points over the classifier alone")
-    axis.set_ylim(top=115 * max(gains.values()))
-    axis.legend(frameon=False, fontsize=8, loc="upper left")
-    figure.savefig(folder / "contributions.png", dpi=130)
+    with drawn(folder / "contributions.png", 3) as figure:
+        axis = figure.subplots()
+        for pattern in sorted(gains, key=lambda x: PARTS.index(x.split("/")[2])):
+            _, block, part, *_ = pattern.split("/")
+            axis.bar(
+                int(block) + 0.27 * (PARTS.index(part) - 1),
+                100 * gains[pattern],
+                0.25,
+                color=colours[part],
+                edgecolor="black" if pattern in chosen else "none",
+                label=names.pop(part, None),
+            )
+        axis.axhline(0, color="#999999", linewidth=0.8)
+        axis.set_xlabel("block; outlined: chosen by the search")
+        axis.set_ylabel("measured points over the classifier alone")
+        figure.legend(loc="outside upper center", ncols=3)
 
 
 @program

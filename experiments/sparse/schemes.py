@@ -32,7 +32,7 @@ from experiments.program import appending, child, result_flags
 from experiments.steps import in_ram
 from poet_jax.core.plan import parse_budget
 from poet_jax.update import Update
-from poet_jax.viz.figures import new_figure
+from poet_jax.viz.figures import drawn
 
 flags.disclaim_key_flags()  # what is defined here is a flag of the caller's
 Schemes = Mapping[str, tuple[Update, float]]
@@ -283,52 +283,53 @@ def plot_schemes(
         return max(x.accuracy for x in marks[name] if x.accuracy is not None)
 
     names = sorted(marks, key=best)
-    figure = new_figure(figsize=(11, 1.4 + 0.28 * len(names)))
-    accuracy, memory, time, energy = figure.subplots(1, 4, sharey=True)
-    # Okabe and Ito's colours, which are told apart without red or green.
-    devices = dict(zip(DEVICES, (("#0072B2", "o"), ("#D55E00", "|")), strict=True))
-    for line, name in enumerate(names):
-        for mark in marks[name]:
-            y = line - 0.15 if mark.filled else line + 0.15
-            style = {"linestyle": "none", "markersize": 5}
-            style |= {"fillstyle": "full" if mark.filled else "none"}
-            black = style | {"color": "black", "marker": "o"}
-            if mark.accuracy is not None:
-                accuracy.errorbar(mark.accuracy, y, xerr=mark.error, **black)
-            if mark.memory_bytes is not None:
-                memory.plot(mark.memory_bytes / 2**20, y, **black)
-            if mark.ratio is not None:
-                time.plot(mark.ratio, y, **black)
-            for device, joules in mark.joules.items():
-                colour, marker = devices[device]
-                size = 10 if marker == "|" else 5
-                style |= {"color": colour, "marker": marker, "markersize": size}
-                energy.plot(joules / full_joules[device], y, **style)
-    for axis in (accuracy, memory, time, energy):
-        axis.set_yticks(range(len(names)), names)
-        axis.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-        axis.set_axisbelow(True)
-    for axis in (memory, time, energy):
-        axis.set_xlim(0)
-    if budget_bytes is not None:
-        memory.axvline(budget_bytes / 2**20, color="#999999", linewidth=0.8)
-    for axis in (time, energy):
-        axis.axvline(1, color="#999999", linewidth=0.8)
-    accuracy.set_xlabel("accuracy (%), measured")
-    memory.set_xlabel("MiB of arrays at once")
-    time.set_xlabel("step time over full\ntraining's by jax.jit, measured")
-    energy.set_xlabel("joules over full\ntraining's, modelled")
-    black = {"linestyle": "none", "color": "black", "marker": "o", "markersize": 5}
-    handles = [
-        Line2D([], [], label=filled, **black),
-        Line2D([], [], label=hollow, fillstyle="none", **black),
-        *(
-            Line2D([], [], linestyle="none", color=colour, marker=marker, label=device)
-            for device, (colour, marker) in devices.items()
-        ),
-    ]
-    figure.legend(handles=handles, frameon=False, ncols=4, loc="outside upper center")
-    figure.savefig(path, dpi=130)
+    with drawn(path, 1.6 + 0.36 * len(names)) as figure:
+        accuracy, memory, time, energy = figure.subplots(2, 2, sharey=True).flat
+        # Okabe and Ito's colours, which are told apart without red or green.
+        devices = dict(zip(DEVICES, (("#0072B2", "o"), ("#D55E00", "|")), strict=True))
+        for line, name in enumerate(names):
+            for mark in marks[name]:
+                y = line - 0.15 if mark.filled else line + 0.15
+                style = {"linestyle": "none", "markersize": 4}
+                style |= {"fillstyle": "full" if mark.filled else "none"}
+                black = style | {"color": "black", "marker": "o"}
+                if mark.accuracy is not None:
+                    accuracy.errorbar(mark.accuracy, y, xerr=mark.error, **black)
+                if mark.memory_bytes is not None:
+                    memory.plot(mark.memory_bytes / 2**20, y, **black)
+                if mark.ratio is not None:
+                    time.plot(mark.ratio, y, **black)
+                for device, joules in mark.joules.items():
+                    colour, marker = devices[device]
+                    size = 8 if marker == "|" else 4
+                    style |= {"color": colour, "marker": marker, "markersize": size}
+                    energy.plot(joules / full_joules[device], y, **style)
+        for axis in (accuracy, memory, time, energy):
+            axis.set_yticks(range(len(names)), names)
+            axis.grid(axis="y", color="#DDDDDD", linewidth=0.6)
+            axis.set_axisbelow(True)
+        for axis in (memory, time, energy):
+            axis.set_xlim(0)
+        if budget_bytes is not None:
+            memory.axvline(budget_bytes / 2**20, color="#999999", linewidth=0.8)
+        for axis in (time, energy):
+            axis.axvline(1, color="#999999", linewidth=0.8)
+        accuracy.set_xlabel("accuracy (%), measured")
+        memory.set_xlabel("MiB of arrays at once")
+        time.set_xlabel("step time over full\ntraining's by jax.jit, measured")
+        energy.set_xlabel("joules over full\ntraining's, modelled")
+        black = {"linestyle": "none", "color": "black", "marker": "o", "markersize": 4}
+        handles = [
+            Line2D([], [], label=filled, **black),
+            Line2D([], [], label=hollow, fillstyle="none", **black),
+            *(
+                Line2D(
+                    [], [], linestyle="none", color=colour, marker=marker, label=device
+                )
+                for device, (colour, marker) in devices.items()
+            ),
+        ]
+        figure.legend(handles=handles, ncols=2, loc="outside upper center")
 
 
 def keep_compiled(folder: str) -> None:

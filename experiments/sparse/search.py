@@ -37,7 +37,7 @@ from experiments.sparse.passages import CHAPTERS, chapters_task
 from experiments.sparse.schemes import WITHOUT_LIMIT, accuracy
 from poet_jax import cli
 from poet_jax.update import Found, Update, contributions, evolve, search
-from poet_jax.viz.figures import new_figure
+from poet_jax.viz.figures import drawn
 
 HEAD = {"head/**": 1.0}  # new, so every scheme trains it
 PARTS = ("attention/**", "feed_forward/up/**", "feed_forward/down/**")
@@ -169,40 +169,39 @@ def plot(folder: pathlib.Path) -> None:
     lines = (folder / "contributions.jsonl").read_text().splitlines()
     scores = {tuple(x["update"]): x["score"] for x in map(json.loads, lines)}
     base = scores[tuple(HEAD)]
-    figure = new_figure(figsize=(9, 3 + 0.35 * len(rows)))
-    upper, lower = figure.subplots(
-        2, 1, sharex=True, height_ratios=[2.4, 0.35 * len(rows)]
-    )
-    # Okabe and Ito's colours, which are told apart without red or green.
-    colours = dict(zip(PARTS, ("#0072B2", "#E69F00", "#56B4E9"), strict=True))
-    for number, item in enumerate(ITEMS):
-        part = next(part for part in PARTS if item.endswith(part))
-        gain = 100 * (scores[(*HEAD, item)] - base)
-        label = part.removesuffix("/**").replace("_", "-")
-        upper.bar(
-            number, gain, color=colours[part], label=label if number < 3 else None
+    with drawn(folder / "search.png", 2.8 + 0.5 * len(rows)) as figure:
+        upper, lower = figure.subplots(
+            2, 1, sharex=True, height_ratios=[2.4, 0.5 * len(rows)]
         )
-        for line, row in enumerate(rows):
-            if item in row["items"].split():
-                lower.plot(number, line, "s", color=colours[part])
-    upper.set_ylabel(f"gain over {100 * base:.0f} %\n(points, measured)")
-    upper.axhline(0, color="black", linewidth=0.8)
-    upper.legend(frameon=False, fontsize=8, loc="upper left")
-    names = [
-        f"{row['method']}, {row['memory']}, time x{float(row['deadline']):g}: "
-        f"{100 * float(row['gain']):.0f} points"
-        for row in rows
-    ]
-    lower.set_yticks(range(len(rows)), names, fontsize=8)
-    lower.set_ylim(len(rows) - 0.5, -0.5)
-    lower.set_xticks(
-        [3 * block + 1 for block in range(BLOCKS)],
-        [f"block {block}" for block in range(BLOCKS)],
-    )
-    for block in range(1, BLOCKS):
-        for axis in (upper, lower):
-            axis.axvline(3 * block - 0.5, color="#cccccc", linewidth=0.8)
-    figure.savefig(folder / "search.png", dpi=130)
+        # Okabe and Ito's colours, which are told apart without red or green.
+        colours = dict(zip(PARTS, ("#0072B2", "#E69F00", "#56B4E9"), strict=True))
+        for number, item in enumerate(ITEMS):
+            part = next(part for part in PARTS if item.endswith(part))
+            gain = 100 * (scores[(*HEAD, item)] - base)
+            label = part.removesuffix("/**").replace("_", "-")
+            upper.bar(
+                number, gain, color=colours[part], label=label if number < 3 else None
+            )
+            for line, row in enumerate(rows):
+                if item in row["items"].split():
+                    lower.plot(number, line, "s", color=colours[part])
+        upper.set_ylabel(f"gain over {100 * base:.0f} %\n(points, measured)")
+        upper.axhline(0, color="black", linewidth=0.8)
+        upper.legend(loc="upper left")
+        names = [
+            f"{row['method']}\nin {row['memory']} and {float(row['deadline']):g} of the"
+            f"\ntime: {100 * float(row['gain']):.0f} points"
+            for row in rows
+        ]
+        lower.set_yticks(range(len(rows)), names)
+        lower.set_ylim(len(rows) - 0.5, -0.5)
+        lower.set_xticks(
+            [3 * block + 1 for block in range(BLOCKS)],
+            [f"block\n{block}" for block in range(BLOCKS)],
+        )
+        for block in range(1, BLOCKS):
+            for axis in (upper, lower):
+                axis.axvline(3 * block - 0.5, color="#cccccc", linewidth=0.8)
 
 
 @program

@@ -18,7 +18,7 @@ from poet_jax.planners.planner import (
     keep_everything,
     least_objective,
 )
-from poet_jax.viz.figures import new_figure
+from poet_jax.viz.figures import drawn
 
 POINTS = 8  # budgets that are planned where none are given
 
@@ -93,27 +93,33 @@ class Front:
         The file's type follows its name (.png, .svg, .pdf). Needs matplotlib, which
         `pip install "poet_jax[plot]"` brings; raises ImportError without it.
         """
-        figure = new_figure(figsize=(6, 4))
-        axes = figure.subplots()
         base = self.baseline
         memory = [100 * p.usage.peak_bytes / base.peak_bytes for p in self.points]
-        for label, ratios, style in (
-            ("energy (modelled)", [p.usage.joules / base.joules for p in self.points],
-             "o-"),
-            ("time (modelled)", [p.usage.seconds / base.seconds for p in self.points],
-             "s--"),
-            ("bound on the objective",
-             [p.plan.bound / p.plan.objective * p.usage.joules / base.joules
-              for p in self.points], ":"),
-        ):  # fmt: skip
-            axes.plot(memory, [100 * (x - 1) for x in ratios], style, label=label)
-        axes.axvline(
-            100 * self.least_bytes / base.peak_bytes, color="black", linewidth=0.8
-        )
-        axes.set_xlabel("memory (% of keep-all)")
-        axes.set_ylabel("extra over keep-all (%)")
-        axes.legend(frameon=False)
-        figure.savefig(path, dpi=150)
+        energy = [p.usage.joules / base.joules for p in self.points]
+        lines = {
+            "energy (modelled)": (energy, "o-"),
+            "time (modelled)": (
+                [p.usage.seconds / base.seconds for p in self.points],
+                "s--",
+            ),
+            "bound on the objective": (
+                [
+                    p.plan.bound / p.plan.objective * joules
+                    for p, joules in zip(self.points, energy, strict=True)
+                ],
+                ":",
+            ),
+        }
+        with drawn(path, 3.4) as figure:
+            axes = figure.subplots()
+            for label, (ratios, style) in lines.items():
+                axes.plot(memory, [100 * (x - 1) for x in ratios], style, label=label)
+            axes.axvline(
+                100 * self.least_bytes / base.peak_bytes, color="black", linewidth=0.8
+            )
+            axes.set_xlabel("memory (% of keep-all)")
+            axes.set_ylabel("extra over keep-all (%)")
+            axes.legend()
 
 
 def pareto(

@@ -115,15 +115,19 @@ class Schedule:
         The file's type follows its name (.png, .svg, .pdf). Needs matplotlib, which
         `pip install "poet_jax[plot]"` brings; raises ImportError without it.
         """
-        figure = figures.step_figure(
-            self.costs, self.budget, self.program, self.usage, self.baseline
-        )
-        figure.savefig(path, dpi=150)
+        with figures.drawn(path, figures.STEP_HEIGHT) as figure:
+            figures.draw_step(
+                figure,
+                self.costs,
+                self.budget,
+                self.program,
+                self.usage,
+                self.baseline,
+            )
 
     def plot_matrices(self, path: str | os.PathLike) -> None:
         """Write a figure of the plan's matrices R, S_RAM and S_storage, as `plot`."""
-        figure = figures.matrices_figure(self.graph, self.plan)
-        figure.savefig(path, dpi=200, bbox_inches="tight")
+        figures.plot_matrices(path, self.graph, self.plan)
 
     def matrices(self) -> Matrices:
         """The plan's matrices R, S_RAM and S_storage, as in the paper."""

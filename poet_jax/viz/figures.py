@@ -1,7 +1,9 @@
 """Figures of a schedule: RAM over the step, and the schedule matrices."""
 
+import contextlib
 import io
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from poet_jax.core.plan import Budget, PageIn, PageOut, Plan
 from poet_jax.core.program import Program, Run, lower
 from poet_jax.core.simulate import Usage
 from poet_jax.core.units import format_bytes, format_joules, format_seconds
-from poet_jax.viz.matrices import matrices
+from poet_jax.viz.matrices import Matrices, matrices
 from poet_jax.viz.table import decisions
 from poet_jax.viz.timeline import timeline
 
@@ -31,16 +33,49 @@ LABELS = {
 }
 
 
-def new_figure(layout: Any = "constrained", **options: Any) -> Any:
-    """An empty matplotlib figure; ImportError with what to type without matplotlib."""
+WIDTH = 5.0  # inches; on a telephone, 400 pixels wide, letters are then 9 pixels high
+STYLE = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "legend.fontsize": 8,
+    "figure.labelsize": 8,
+    "legend.frameon": False,
+    "lines.linewidth": 1.0,
+    "lines.markersize": 4.0,
+    "savefig.dpi": 200,
+    # Text stays text, and the same figure has the same ids.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "poet_jax",
+}
+
+
+@contextlib.contextmanager
+def drawn(
+    file: Any,
+    height: float,
+    width: float = WIDTH,
+    layout: Any = "constrained",
+    **options: Any,
+) -> Iterator[Any]:
+    """An empty matplotlib figure of so many inches, which the block draws.
+
+    Then it is saved to `file` with `savefig`'s `options`. All figures have one style:
+    letters that can be read on a telephone, dark on white whatever the page around it.
+    Raises ImportError, with what to type, without matplotlib.
+    """
     try:
+        from matplotlib import style
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
             "A figure was asked for, and matplotlib is not installed. It is an "
             'optional part of poet_jax. Type pip install "poet_jax[plot]".'
         ) from error
-    return Figure(layout=layout, **options)
+    with style.context(["default", STYLE]):
+        figure = Figure(figsize=(width, height), layout=layout)
+        yield figure
+        figure.savefig(file, **options)
 
 
 def _unit(most: float, units: dict[str, float]) -> tuple[float, str]:
@@ -51,21 +86,27 @@ def _unit(most: float, units: dict[str, float]) -> tuple[float, str]:
     return size, name
 
 
-def step_figure(
-    costs: Costs, budget: Budget, program: Program, usage: Usage, base: Usage
-) -> Any:
+STEP_HEIGHT = 4.4  # inches
+
+
+def draw_step(
+    figure: Any,
+    costs: Costs,
+    budget: Budget,
+    program: Program,
+    usage: Usage,
+    base: Usage,
+) -> None:
     """Live bytes over the planned step, what fills them, and the two lanes.
 
     `program` is what runs: of nodes that are fused into one executable, results that
-    never leave it are part of its workspace. Needs matplotlib, which
-    `pip install "poet_jax[plot]"` brings; raises ImportError without it.
+    never leave it are part of its workspace.
     """
     most = max(base.peak_bytes, usage.peak_bytes)
     size, size_name = _unit(
         most, {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}
     )
     second, second_name = _unit(usage.seconds, {"s": 1.0, "ms": 1e-3, "us": 1e-6})
-    figure = new_figure(figsize=(9, 5.5))
     memory, lanes = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     line = timeline(program, usage.start_seconds, usage.stop_seconds, usage.live_bytes)
     workspace = line.live_bytes - sum(line.layers.values())
@@ -100,10 +141,9 @@ def step_figure(
     memory.set_ylim(0, 1.05 * most / size)
     memory.set_title(
         f"planned: peak {format_bytes(usage.peak_bytes)}, "
-        f"{format_seconds(usage.seconds)}, {format_joules(usage.joules)} (modelled)",
-        fontsize=10,
+        f"{format_seconds(usage.seconds)}, {format_joules(usage.joules)} (modelled)"
     )
-    figure.legend(loc="outside lower center", ncols=4, fontsize=9, frameon=False)
+    figure.legend(loc="outside lower center", ncols=2)
     rows = (("keep", 2.1), ("remat", 2.1), ("in", 1.1), ("out", 0.1))
     bars: dict[str, list[tuple[float, float]]] = {kind: [] for kind, _ in rows}
     seen: set[int] = set()
@@ -126,23 +166,35 @@ def step_figure(
     lanes.set_ylim(0, 3)
     lanes.set_xlabel(f"planned time in the step ({second_name})")
     lanes.set_xlim(0, usage.seconds / second or None)
-    return figure
 
 
-def matrices_figure(graph: Graph, plan: Plan) -> Any:
+def plot_matrices(file: Any, graph: Graph, plan: Plan) -> None:
     """The matrices of `plan` by node, and a column for each argument that is paged.
 
-    A column of S holds all values of its node. Needs matplotlib, as `step_figure`.
+    A column of S holds all values of its node. The figure is as large as its cells ask
+    for.
     """
-    found, made = matrices(graph, plan), decisions(lower(graph, plan))
-    columns = dict(graph.producer)
+    made = decisions(lower(graph, plan))
     paged = [v for v in graph.arguments if v in made]
+    columns = dict(graph.producer)
     columns |= {v: number - len(paged) for number, v in enumerate(paged)}
-    count, first = len(graph.nodes), -len(paged)
-    inches = min(max(0.015 * (count - first), 3.6), 5.5)
-    points = max(72 * inches / (count - first + 1), 1.0)  # the side of a cell
-    size = 3 * inches + 1.2, inches + 1.2
-    figure = new_figure(figsize=size, layout="compressed")
+    cells = len(graph.nodes) + len(paged)
+    inches = min(max(0.015 * cells, 3.6), 5.5)
+    points = max(72 * inches / (cells + 1), 1.0)  # the side of a cell
+    height, width = inches + 1.2, 3 * inches + 1.2
+    with drawn(file, height, width, "compressed", bbox_inches="tight") as figure:
+        _draw_matrices(figure, graph, matrices(graph, plan), made, columns, points)
+
+
+def _draw_matrices(
+    figure: Any,
+    graph: Graph,
+    found: Matrices,
+    made: dict[int, str],
+    columns: dict[int, int],
+    points: float,
+) -> None:
+    count, first = len(graph.nodes), min(columns.values(), default=0)
     panels = figure.subplots(1, 3, sharex=True, sharey=True)
     for axes, words in zip(
         panels,
@@ -153,10 +205,10 @@ def matrices_figure(graph: Graph, plan: Plan) -> Any:
         ),
         strict=True,
     ):
-        axes.set_title(words, fontsize=10)
-        axes.set_xlabel("node" + ", and paged arguments left of 0" * bool(paged))
+        axes.set_title(words)
+        axes.set_xlabel("node" + ", and paged arguments left of 0" * (first < 0))
         axes.set_aspect("equal")
-        if paged:
+        if first < 0:
             axes.axvline(-0.5, color="black", linewidth=0.6)
     panels[0].set_ylabel("stage")
     panels[0].set_xlim(first - 0.5, count - 0.5)
@@ -184,10 +236,9 @@ def matrices_figure(graph: Graph, plan: Plan) -> Any:
             lines = axes.vlines(*np.reshape(runs, (-1, 3)).T, color=COLOURS[kind])
             lines.set(linewidth=points, label=labels.get(kind, "paged"))
     handles = panels[1].get_legend_handles_labels()
-    legend = figure.legend(*handles, loc="outside lower center", ncols=3, frameon=False)
+    legend = figure.legend(*handles, loc="outside lower center", ncols=3)
     for handle in legend.legend_handles:
         handle.set_linewidth(8)
-    return figure
 
 
 def _runs(present: np.ndarray) -> zip:
@@ -196,14 +247,11 @@ def _runs(present: np.ndarray) -> zip:
     return zip(edges[::2], edges[1::2], strict=True)
 
 
-def inline_svg(figure: Any) -> str:
-    """A figure as an SVG element for an HTML page, which needs no name spaces."""
-    import matplotlib
-
+def inline_svg(*schedule: Any) -> str:
+    """`draw_step`'s figure as an SVG element for HTML, which needs no name spaces."""
     file = io.StringIO()
-    # Text stays text, and the same figure has the same ids.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "poet_jax"}):
-        figure.savefig(file, format="svg", metadata={"Date": None})
+    with drawn(file, STEP_HEIGHT, format="svg", metadata={"Date": None}) as figure:
+        draw_step(figure, *schedule)
     text = file.getvalue()
     text = text[text.index("<svg") :]
     needless = r'<metadata>.*?</metadata>| xmlns(:\w+)?="[^"]*"'

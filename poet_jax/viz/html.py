@@ -11,7 +11,7 @@ from poet_jax.core.plan import Budget, Plan
 from poet_jax.core.program import Program
 from poet_jax.core.simulate import Usage
 from poet_jax.core.units import format_bytes, format_joules, format_seconds
-from poet_jax.viz.figures import LABELS, inline_svg, step_figure
+from poet_jax.viz.figures import LABELS, inline_svg
 from poet_jax.viz.reasons import ESTIMATE, Reason, reasons
 from poet_jax.viz.table import comparison, remarks, title
 
@@ -100,7 +100,8 @@ def report(
 ) -> str:
     """The page: a summary, the step's figure, and a row for each value.
 
-    Rows can be searched, and sorted by any column. Needs matplotlib, as `step_figure`.
+    Rows can be searched, and sorted by any column. Needs matplotlib, as
+    `Schedule.plot`.
     """
     about = sorted(
         reasons(program.graph, costs, plan), key=lambda x: (-x.nbytes, x.value)
@@ -134,7 +135,7 @@ def report(
 <tbody>{summary}</tbody></table>
 <ul>{lines}</ul>
 <h2>The step, as planned</h2>
-<figure>{inline_svg(step_figure(costs, budget, program, usage, baseline))}</figure>
+<figure>{inline_svg(costs, budget, program, usage, baseline)}</figure>
 <h2>Values: <span id="count">{len(about)}</span> of {len(about)}</h2>
 <p>{html.escape(ESTIMATE)} Time and energy are what was decided costs; the repeats of a
 node are in the row of each of its results.</p>

@@ -1,88 +1,105 @@
 """The Python in README.md and docs/ runs, and prints what the page says it prints.
 
-The blocks of a page run in order in one namespace. A block ```text output directly
-after a ```python block is what that block prints; planning times are not compared. A
-block ```python FILE does not run: it is an excerpt of that file, word for word.
+`experiments.pages` says which blocks of a page run, and what is not compared. Notebooks
+in docs/ run as pages do: their outputs are those that are committed.
 """
 
-import contextlib
-import io
 import pathlib
-import re
 
-import jax
+import markdown
+import nbformat
 import pytest
+from mkdocs.config import load_config
+from mkdocs.structure.files import File
+from mkdocs.structure.pages import Page
 
-from experiments import devices
+from experiments import devices, pages
 from experiments.benchmarks import tables
 
 ROOT = pathlib.Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-JAX_OF_PAGES = (0, 10)
-FENCE = re.compile(r"^```(?P<kind>[^\n`]*)\n(?P<body>.*?)^```$", re.M | re.S)
+MARKDOWN = [page for page in pages.PAGES if page.suffix == ".md"]
 
 
-def blocks(text):
-    """(code, number of its first line, expected output or None) of each block."""
-    fences = list(FENCE.finditer(text))
-    for number, fence in enumerate(fences):
-        if fence["kind"] != "python":
-            continue
-        expected = None
-        following = fences[number + 1] if number + 1 < len(fences) else None
-        if following and following["kind"] == "text output":
-            between = text[fence.end() : following.start()]
-            assert not between.strip(), f"{between!r} is before the output of a block"
-            expected = following["body"]
-        yield fence["body"], 1 + text.count("\n", 0, fence.start("body")), expected
+def name(page):
+    return page.relative_to(ROOT).as_posix()
 
 
-def comparable(text):
-    """`text` without trailing spaces and planning times; with another JAX than that of
-    the pages, whose equations may be others, without numbers and alignment, too."""
-    lines = [line.rstrip() for line in text.strip().splitlines()]
-    times = r"(plan by \w+ in|  \w+Planner,) \d+\.\d s"
-    text = re.sub(times, r"\1 _ s", "\n".join(lines))
-    if jax.__version_info__[:2] != JAX_OF_PAGES:
-        text = re.sub(r"[ ]+", " ", re.sub(r"\d[\d.,]*", "_", text))
-    return text
-
-
-def run(text, name):
-    """Run the page's blocks; the number of those whose output was compared."""
-    namespace, compared = {"__name__": "__main__"}, 0
-    for code, line, expected in blocks(text):
-        printed = io.StringIO()
-        # Blank lines before it, so that a traceback shows the page's line numbers.
-        compiled = compile("\n" * (line - 1) + code, name, "exec")
-        with contextlib.redirect_stdout(printed):
-            exec(compiled, namespace)
+def compare(blocks, page):
+    """Run the blocks; the number of those whose output was compared."""
+    compared = 0
+    for (_, line, expected), found in zip(blocks, pages.run(blocks, page), strict=True):
         if expected is not None:
-            assert comparable(printed.getvalue()) == comparable(expected), line
+            assert pages.comparable(found) == pages.comparable(expected), line
             compared += 1
     return compared
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", pages.PAGES, ids=name)
 def test_the_page_runs_and_prints_what_it_says(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    text = page.read_text()
-    assert text.count("```text output") == run(text, page.name)
+    blocks = pages.blocks(page)
+    compared = compare(blocks, page.name)
+    if page in pages.NOTEBOOKS:
+        assert compared == len(blocks)
+    else:
+        assert compared == page.read_text().count("```text output")
 
 
 def test_an_output_that_differs_fails():
     page = "```python\nprint('a' + 'b')\n```\n\n```text output\n{}\n```\n"
-    assert run(page.format("ab"), "page") == 1
+    assert compare(list(pages.fenced(page.format("ab"))), "page") == 1
     with pytest.raises(AssertionError):
-        run(page.format("ba"), "page")
+        compare(list(pages.fenced(page.format("ba"))), "page")
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("printed", ["", "4\n"])
+def test_a_cell_that_prints_something_else_fails(printed, tmp_path):
+    path = tmp_path / "page.ipynb"
+    cell = nbformat.v4.new_code_cell("print(1 + 2)")
+    cell.outputs = [nbformat.v4.new_output("stream", text=printed)]
+    nbformat.write(nbformat.v4.new_notebook(cells=[cell]), path)
+    with pytest.raises(AssertionError):
+        compare(pages.blocks(path), "page")
+    pages.write_outputs(path)
+    assert compare(pages.blocks(path), "page") == 1
+
+
+@pytest.mark.parametrize("page", pages.NOTEBOOKS, ids=name)
+def test_a_notebook_is_valid(page):
+    notebook = nbformat.read(page, 4)
+    nbformat.validate(notebook)
+    assert {cell.cell_type for cell in notebook.cells} == {"code", "markdown"}
+
+
+@pytest.mark.parametrize("page", MARKDOWN, ids=name)
 def test_an_excerpt_is_what_its_file_says(page):
-    for fence in FENCE.finditer(page.read_text()):
+    for fence in pages.FENCE.finditer(page.read_text()):
         language, _, file = fence["kind"].partition(" ")
         if language == "python" and file:
             assert fence["body"] in (ROOT / file).read_text(), file
+
+
+@pytest.mark.parametrize("page", pages.PAGES, ids=name)
+def test_links_lead_to_files(page):
+    cells = pages.markdown(page) if page in pages.NOTEBOOKS else page.read_text()
+    for link in pages.links(cells):
+        assert (page.parent / link).exists(), link
+
+
+@pytest.fixture(scope="module")
+def site():
+    return load_config(str(ROOT / "mkdocs.yml"))
+
+
+@pytest.mark.parametrize("page", pages.PAGES[1:], ids=name)
+def test_the_site_shows_blocks_and_not_their_fences(page, site):
+    text = pages.markdown(page) if page in pages.NOTEBOOKS else page.read_text()
+    file = File(page.relative_to(ROOT / "docs").as_posix(), None, "", True)
+    text = pages.on_page_markdown(text, Page(None, file, site))
+    options = {"extension_configs": site.mdx_configs}
+    html = markdown.markdown(text, extensions=site.markdown_extensions, **options)
+    assert "```" not in html
+    assert html.count('<div class="highlight">') >= len(pages.FENCE.findall(text))
 
 
 def test_tables_are_those_of_the_rows_that_are_committed():
