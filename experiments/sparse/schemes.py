@@ -131,7 +131,7 @@ def accuracy(model: Any, examples: Dataset) -> float:
 
 def move_to_storage(step: Any, batch: Any, store: poet_jax.FileStore) -> None:
     """Keep parameters and moments of an nnx step in `store`, where they are large."""
-    step.beneath(batch)  # makes the optimizer's state
+    step.array_step(batch)  # makes the optimizer's state
     for module in (step.model, step.optimizer):
         nnx.update(module, poet_jax.to_storage(nnx.state(module), store))
 

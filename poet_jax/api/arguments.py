@@ -1,4 +1,4 @@
-"""Which arguments are static, and which calls need a plan of their own."""
+"""Static arguments, and the key that tells which calls share a plan."""
 
 import inspect
 import reprlib
@@ -9,7 +9,7 @@ import jax
 
 from poet_jax.stores.paged import PagedArray
 
-# What of JAX's configuration decides what a function is traced to.
+# Settings of JAX that change the traced function.
 SETTINGS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
@@ -22,16 +22,14 @@ SETTINGS = (
 
 
 class StaticArguments:
-    """Which arguments are static, by position and by name, as `jax.jit` infers it."""
+    """Static arguments by position and name, inferred as in `jax.jit`."""
 
     def __init__(
         self, fun, *, static_argnums=(), static_argnames=(), donate_argnums=()
     ):
-        nums = {static_argnums} if isinstance(static_argnums, int) else static_argnums
-        names = (
-            {static_argnames} if isinstance(static_argnames, str) else static_argnames
-        )
-        self.nums, self.names = set(nums), set(names)
+        nums, names = static_argnums, static_argnames
+        self.nums = {nums} if isinstance(nums, int) else set(nums)
+        self.names = {names} if isinstance(names, str) else set(names)
         try:
             parameters = list(inspect.signature(fun).parameters)
         except (TypeError, ValueError):
@@ -45,44 +43,34 @@ class StaticArguments:
         return number in self.nums or number - len(args) in self.nums
 
     def remove(self, args, kwargs):
-        """The other arguments."""
+        """(args, kwargs) without the static ones."""
         return (
             tuple(x for i, x in enumerate(args) if not self._is_static(i, args)),
             {name: x for name, x in kwargs.items() if name not in self.names},
         )
 
     def key(self, args, kwargs) -> tuple:
-        """Equal for two calls that one plan serves."""
+        """Equal for calls that share a plan: (static, tree, avals, settings).
+
+        Raises ValueError for a static argument without a hash.
+        """
         leaves, tree = jax.tree.flatten(self.remove(args, kwargs))
-        static = self._kept(args, kwargs)
+        named = [(i, x) for i, x in enumerate(args) if self._is_static(i, args)]
+        named += [(name, x) for name, x in sorted(kwargs.items()) if name in self.names]
+        static = tuple((name, type(x), x) for name, x in named)
         try:
             hash(static)
         except TypeError as error:
             raise ValueError(
-                f"A call had a static argument that has no hash: {error}. A static "
-                "argument is compared with those of earlier calls. Give a tuple in "
-                "place of a list, or do not make it static."
+                f"A static argument must have a hash: {error}. Pass a tuple instead of "
+                "a list, or do not make it static."
             ) from error
-        return static, tree, tuple(map(_aval, leaves)), settings()
-
-    def _kept(self, args, kwargs):
-        return (
-            tuple(
-                (i, type(x), x) for i, x in enumerate(args) if self._is_static(i, args)
-            ),
-            tuple(
-                (n, type(x), x) for n, x in sorted(kwargs.items()) if n in self.names
-            ),
-        )
-
-
-def settings() -> tuple[tuple[str, Any], ...]:
-    """(name, value) of what decides what a function is traced to."""
-    return tuple((name, getattr(jax.config, name)) for name in SETTINGS)
+        settings = tuple((name, getattr(jax.config, name)) for name in SETTINGS)
+        return static, tree, tuple(map(_aval, leaves)), settings
 
 
 def _aval(leaf: Any) -> tuple[Any, Any, bool]:
-    """(shape, dtype, whether it is weak), in about a microsecond for an array."""
+    """(shape, dtype, weak type) of a leaf."""
     if isinstance(leaf, PagedArray):
         return leaf.shape, f"{leaf.dtype} on storage", False
     aval = leaf
@@ -96,20 +84,17 @@ def _aval(leaf: Any) -> tuple[Any, Any, bool]:
 
 
 def difference(old: Any, new: Any) -> str:
-    """Why `new` needs a plan of its own, in words; empty if `old` is None."""
+    """How the key `new` differs from `old`, in words; empty if `old` is None."""
     if old is None:
         return ""
     if old[0] != new[0]:
-        known = {name: x for statics in old[0] for name, _, x in statics}
-        return (
-            _some(
-                _change(name, known.get(name), x)
-                for statics in new[0]
-                for name, _, x in statics
-                if known.get(name) != x
-            )
-            or "the static arguments"
+        known = {name: x for name, _, x in old[0]}
+        changes = (
+            _change(name, known.get(name), x)
+            for name, _, x in new[0]
+            if known.get(name) != x
         )
+        return _some(changes) or "the static arguments"
     if old[3] != new[3]:
         return _some(
             _change(name, was, now)
@@ -126,7 +111,7 @@ def difference(old: Any, new: Any) -> str:
 
 
 def _change(name: Any, old: Any, new: Any) -> str:
-    """What differs between two static values, or two structures of arguments."""
+    """How two static values, or two structures of arguments, differ."""
     if isinstance(old, tuple) and isinstance(new, tuple) and len(old) == len(new):
         pairs = [(a, b) for a, b in zip(old, new, strict=True) if a != b]
         if pairs:
@@ -143,7 +128,7 @@ def _change(name: Any, old: Any, new: Any) -> str:
 
 
 def _paths(tree: Any) -> list[str]:
-    """Of each leaf of a tree of (positional, keyword) arguments: `[0]['image']`."""
+    """Paths such as `[0]['image']` of a tree of (args, kwargs)."""
     numbered = jax.tree.unflatten(tree, range(tree.num_leaves))
     leaves = jax.tree_util.tree_leaves_with_path(numbered)
     return [jax.tree_util.keystr(path) for path, _ in leaves]

@@ -1,4 +1,4 @@
-"""Plans in a folder: the second start of a job plans nothing."""
+"""Plans kept in a folder, so that a restarted job does not plan again."""
 
 import contextlib
 import dataclasses
@@ -31,19 +31,18 @@ from poet_jax.planners.planner import fits
 
 logger = logging.getLogger("poet_jax")
 
-# What reading a file that is damaged may raise; PlanInvalid is a ValueError.
+# Errors of reading a damaged file; PlanInvalid is a ValueError.
 UNREADABLE = OSError, ValueError, LookupError, TypeError, AttributeError
 
 
 class PlanCache:
-    """A folder of JSON files, one per plan, and one for what compiling it told.
+    """A folder of JSON files, one per plan and one for the facts of its compilation.
 
-    A file is named after a hash of graph, costs, budget and planner: delete the folder
-    to plan afresh. A file that cannot be read, or does not fit, is written again. One
-    that cannot be written, for example on a full disk, is a warning; an interrupted
-    search is not kept. The folder is made if it does not exist.
+    Files are named after a hash of graph, costs, budget and planner; delete the folder
+    to plan again. A damaged file is written again. A file that cannot be written gives
+    a warning. Plans of an interrupted search are not kept.
 
-    Raises OSError for a folder that cannot be made or written to.
+    Raises OSError for a folder that cannot be created or written to.
     """
 
     def __init__(self, folder: str | os.PathLike):
@@ -55,15 +54,14 @@ class PlanCache:
             usable = False
         if not usable:
             raise OSError(
-                f"A plan_cache was asked for in {os.fspath(self.folder)!r}, which is "
-                "not a folder that this user can write to, or cannot be made. It needs "
-                'one that can. Type for example plan_cache="plans", or leave it out.'
+                f"plan_cache: {os.fspath(self.folder)!r} cannot be created or written "
+                'to. Use another folder, such as plan_cache="plans", or leave it out.'
             )
 
     def plan(
         self, planner: Planner, graph: Graph, costs: Costs, budget: Budget
     ) -> Plan:
-        """`planner(graph, costs, budget)`, or what that was before."""
+        """`planner(graph, costs, budget)`, or the plan kept of it."""
         path = self._path("plan", graph, costs, budget, planner)
         with contextlib.suppress(*UNREADABLE):
             plan = plan_from_dict(graph, json.loads(path.read_text()))
@@ -75,14 +73,14 @@ class PlanCache:
         return plan
 
     def planner(self, planner: Planner) -> Planner:
-        """`planner`, whose plans are kept."""
+        """`planner`, with its plans kept."""
         keeping = functools.partial(self.plan, planner)
         return functools.update_wrapper(keeping, planner)  # keeps its objective
 
     def learnt(
         self, graph: Graph, costs: Costs, budget: BudgetLike, planner: Planner
     ) -> dict[str, int]:
-        """What `learn` kept for these, with this version of JAX."""
+        """The numbers that `learn` kept with this version of JAX; else empty."""
         path = self._path("compiled", graph, costs, budget, planner)
         with contextlib.suppress(*UNREADABLE):
             kept = json.loads(path.read_text())
@@ -98,39 +96,30 @@ class PlanCache:
         planner: Planner,
         numbers: dict[str, int],
     ) -> None:
-        """Keep numbers that only a compilation tells."""
+        """Keep numbers that only compiling tells."""
         path = self._path("compiled", graph, costs, budget, planner)
         self._save(path, {"jax": jax.__version__} | numbers)
 
-    def _path(
-        self,
-        kind: str,
-        graph: Graph,
-        costs: Costs,
-        budget: BudgetLike,
-        planner: Planner,
-    ) -> pathlib.Path:
-        key = plan_key(graph, costs, budget, planner)
-        return self.folder / f"{kind}-{key}.json"
+    def _path(self, kind: str, *inputs: Any) -> pathlib.Path:
+        return self.folder / f"{kind}-{plan_key(*inputs)}.json"
 
     def _save(self, path: pathlib.Path, data: dict[str, Any]) -> None:
         try:
             save_json(path, data)
         except OSError as error:
             logger.warning(
-                "%s was to be kept, which failed: %s. This run goes on, and the next "
-                "start plans again. Free some room there, or type another "
-                "plan_cache",
+                "%s cannot be written: %s. The next start plans again; free disk space "
+                "or use another plan_cache",
                 path,
                 error.strerror,
             )
 
 
 def plan_key(graph: Graph, costs: Costs, budget: BudgetLike, planner: Planner) -> str:
-    """A hash that is the same on every run and machine for equal inputs.
+    """A hash of the inputs, the same in every process and on every machine.
 
-    Names count where the planner has pins, which go by name. Raises ValueError for a
-    planner that is neither a function of a module nor a dataclass.
+    Names of values count only if the planner pins values by name. Raises ValueError for
+    a planner that is neither a module's function nor a dataclass.
     """
     if isinstance(planner, types.FunctionType) and "<" not in planner.__qualname__:
         name = f"{planner.__module__}.{planner.__qualname__}"
@@ -138,10 +127,8 @@ def plan_key(graph: Graph, costs: Costs, budget: BudgetLike, planner: Planner) -
         name = repr(planner)
     else:
         raise ValueError(
-            f"A plan_cache was asked for with the planner {planner!r}, whose choices "
-            "cannot be told from its name. Plans are kept of functions defined in a "
-            "module and of dataclasses. Write the planner as a frozen dataclass, or "
-            "leave plan_cache out."
+            "plan_cache needs a planner that is a module's function or a dataclass, "
+            f"got {planner!r}. Write it as a frozen dataclass, or leave plan_cache out."
         )
     columns = [np.asarray(x, float).tobytes() for x in vars(costs).values()]
     pins = any(

@@ -1,4 +1,4 @@
-"""What each pass makes of a graph: memory, time and energy after it."""
+"""Memory, time and energy of a graph after each pass."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -17,13 +17,13 @@ from poet_jax.planners.planner import floor_bytes, keep_everything
 
 @dataclasses.dataclass(frozen=True)
 class Effect:
-    """A graph after a pass and those before it, node by node with everything kept.
+    """A graph after a pass and those before it, run without remat and paging.
 
     Attributes:
       name: of the pass; "trace" for the graph before all of them.
-      nodes: how many.
-      peak_bytes: of all that a budget counts.
-      floor_bytes: no plan of this graph needs less.
+      nodes: their number.
+      peak_bytes: peak of all that a budget counts.
+      floor_bytes: lower bound on the peak of any plan.
       seconds, joules: of the step; joules are modelled.
     """
 
@@ -37,14 +37,14 @@ class Effect:
 
 @dataclasses.dataclass(frozen=True)
 class Effects:
-    """The effects of passes, one after the other; made by `effects`, prints as a table.
+    """Effects of passes in turn, printed as a table; made by `effects`.
 
     Attributes:
       rows: the traced graph, then the graph after each pass.
-      device: whose costs these are.
-      calibrated: whether seconds are of the device's measured `rates`.
-      remark: whether each gradient can be applied as soon as it exists, and if not,
-        where they wait for one another; empty for a graph that applies none.
+      device: name of the device that prices the graph.
+      calibrated: whether seconds come from the device's measured `rates`.
+      remark: whether every gradient can be applied at once, or what they wait for;
+        empty for a graph that applies none.
     """
 
     rows: tuple[Effect, ...]
@@ -53,18 +53,11 @@ class Effects:
     remark: str
 
     def __str__(self) -> str:
-        table = [("after", "nodes", "keep-all", "floor", "time", "energy")]
+        shown = (str, str, format_bytes, format_bytes, format_seconds, format_joules)
+        table = [["after", "nodes", "keep-all", "floor", "time", "energy"]]
         for row in self.rows:
-            table.append(
-                (
-                    row.name,
-                    str(row.nodes),
-                    format_bytes(row.peak_bytes),
-                    format_bytes(row.floor_bytes),
-                    format_seconds(row.seconds),
-                    format_joules(row.joules),
-                )
-            )
+            columns = dataclasses.astuple(row)
+            table.append([show(x) for show, x in zip(shown, columns, strict=True)])
         width = max(len(row[0]) for row in table)
         lines = [
             f"{name:{width}s} {nodes:>6s}" + "".join(f" {x:>10s}" for x in rest)
@@ -78,10 +71,10 @@ class Effects:
 def effects(
     graph: Graph, passes: Sequence[Callable[[Graph], Graph]], device: DeviceProfile
 ) -> Effects:
-    """What each of `passes` in turn makes of `graph`, which `trace` made, on `device`.
+    """Effects of `passes` in turn on `graph`, a result of `trace`, priced on `device`.
 
-    All is as if nodes ran one by one and everything were kept. Nothing is compiled.
-    Seconds of a roofline do not know of lowerings.
+    Nodes count one by one, without remat and paging; nothing is compiled. A roofline
+    does not see the gain of `cpu_kernels`.
     """
     remark = applied(graph)
     rows = [_effect("trace", graph, device)]
@@ -114,11 +107,11 @@ def _effect(name: str, graph: Graph, device: DeviceProfile) -> Effect:
 
 
 def applied(graph: Graph) -> str:
-    """When the gradients of a graph of `trace` can be applied, in a sentence.
+    """When the gradients of a traced graph can be applied, in a sentence.
 
-    A gradient, which the backward pass makes and something else reads, waits for others
-    if an array of its shape, such as an update, is made from it and from others. Empty
-    for a graph without gradients that are read.
+    A gradient is a value of the backward pass that other nodes read. It waits for
+    others if an array of its shape, such as an update, depends on it and on others.
+    Empty for a graph without gradients.
     """
     gradients = {
         v
@@ -128,8 +121,8 @@ def applied(graph: Graph) -> str:
         if not all(graph.nodes[n].backward for n in graph.readers[v])
     }
     nothing: frozenset[int] = frozenset()
-    origins: dict[int, frozenset[int]] = {}  # the gradients that a value is made from
-    needs: list[tuple[frozenset[int], str]] = []  # and a node of the update
+    origins: dict[int, frozenset[int]] = {}  # gradients behind each value
+    needs: list[tuple[frozenset[int], str]] = []  # those of a node of the update
     waiting: set[int] = set()
     for node in graph.nodes:
         read = nothing.union(*(origins.get(v, nothing) for v in node.reads))
@@ -152,6 +145,6 @@ def applied(graph: Graph) -> str:
     return (
         f"reorder: {len(waiting)} of {count}, {format_bytes(nbytes)}, cannot be "
         f"applied as soon as they exist: their updates wait for {name}, which needs "
-        f"{len(read & waiting)} of them. Clipping by global norm is such a thing; "
-        "optax.clip and optax.clip_by_block_rms take each by itself."
+        f"{len(read & waiting)} of them. If that is clipping by global norm, use "
+        "optax.clip or optax.clip_by_block_rms."
     )

@@ -1,4 +1,4 @@
-"""The front of memory against energy or time: what each budget costs at least."""
+"""The Pareto front of memory against energy or time."""
 
 import dataclasses
 import math
@@ -25,7 +25,7 @@ POINTS = 8  # budgets that are planned where none are given
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Point:
-    """A budget, its plan, and what that uses."""
+    """A budget, its plan, and the plan's usage."""
 
     budget: Budget
     plan: Plan
@@ -34,15 +34,13 @@ class Point:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Front:
-    """Plans for growing budgets, none of which costs more than one before it that keeps
-    its limits.
+    """Plans for growing budgets; a plan costs no more than one of a smaller budget.
 
     Attributes:
-      points: in order of memory; the first has the smallest budget that was found.
+      points: in order of memory, from the smallest budget found.
       smallest_bytes: that budget.
-      least_bytes: proven: the smallest budget of all lies between this and
-        `smallest_bytes`, and is known exactly if they are equal.
-      baseline: what keep-all uses.
+      least_bytes: proven lower bound on a budget that works.
+      baseline: usage of keep-all (no remat, no paging).
     """
 
     points: tuple[Point, ...]
@@ -79,19 +77,14 @@ class Front:
             "  " + "  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True))
             for row in rows
         ]
-        return "\n".join(
-            [
-                f"keep-all: {self.baseline}",
-                *lines,
-                f"  smallest budget: {smallest}",
-            ]
-        )
+        head, tail = f"keep-all: {self.baseline}", f"  smallest budget: {smallest}"
+        return "\n".join((head, *lines, tail))
 
     def plot(self, path: str | os.PathLike) -> None:
-        """Draw energy and time over keep-all's against memory, to `path`.
+        """Plot extra energy and time over keep-all against memory, to `path`.
 
-        The file's type follows its name (.png, .svg, .pdf). Needs matplotlib, which
-        `pip install "poet_jax[plot]"` brings; raises ImportError without it.
+        The suffix sets the format (.png, .svg, .pdf). Raises ImportError without
+        matplotlib: `pip install "poet_jax[plot]"`.
         """
         base = self.baseline
         memory = [100 * p.usage.peak_bytes / base.peak_bytes for p in self.points]
@@ -132,20 +125,19 @@ def pareto(
     """Plan `graph` for several budgets, from the smallest that works upwards.
 
     Args:
-      graph, costs: what is planned.
-      budgets: as anywhere; those below the smallest that works are left out. By default
-        eight from that up to keep-all's.
+      graph, costs: to plan.
+      budgets: by default eight, from the smallest that works to keep-all's peak. Those
+        below the smallest are left out.
       planner: `MilpPlanner()` by default, which starts each point from the last one.
-      store_bytes: room on the device's storage, for budgets that do not say.
+      store_bytes: room on storage, for budgets that do not set it.
 
-    A point costs no more than one with less memory whose plan keeps its limits, and its
-    bound is no lower than that of one with more of everything and the same order of
-    nodes. Memory in which no plan keeps the other limits of its budget has no point.
-    Nothing is compiled. Plans, and what percentages are of, are node by node: as one
-    executable the step may need more or less (`Schedule`).
+    A point reuses the plan of a smaller budget if that is cheaper and within its
+    limits, and the bound of a larger one with the same order of nodes. A budget whose
+    other limits leave no plan has no point. Nothing is compiled: plans and percentages
+    are node by node, and the compiled step (`Schedule`) may need more or less.
 
-    Raises ValueError for a budget that cannot be read, and BudgetTooSmall if the limits
-    of the largest one leave no plan.
+    Raises ValueError for an invalid budget, and BudgetTooSmall if the largest one has
+    no plan.
     """
     planner = planner if planner is not None else MilpPlanner()
     baseline = keep_everything(graph, costs).usage
@@ -175,9 +167,9 @@ def pareto(
             is_limited = budget.store_bytes is not None or budget.seconds is not None
             if not is_limited or budget is asked[-1]:
                 raise
-            continue  # no plan in so little RAM keeps the other limits
+            continue  # no plan of so little memory keeps the other limits
         if last is not None and last.objective < plan.objective:
-            # Its bound and status are of less memory, where the optimum may be higher.
+            # Its own bound and status are of less memory.
             bound, status = plan.bound, plan.status
             if last.order != plan.order:
                 objective = getattr(planner, "objective", "energy")
@@ -203,10 +195,8 @@ def pareto(
 
 
 def _limits(budget: Budget) -> tuple[float, float, float]:
-    """Memory, seconds and storage; infinite where there is no limit."""
-    seconds, room = budget.seconds, budget.store_bytes
-    return (
-        budget.memory_bytes,
-        math.inf if seconds is None else seconds,
-        math.inf if room is None else room,
+    """(memory, seconds, storage), infinite without a limit."""
+    seconds, room = (
+        math.inf if x is None else x for x in (budget.seconds, budget.store_bytes)
     )
+    return budget.memory_bytes, seconds, room

@@ -1,4 +1,4 @@
-"""State on storage: made there without ever being in RAM as a whole."""
+"""Create state on storage, without ever holding all of it in RAM."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,12 +20,11 @@ from poet_jax.stores.store import Store
 def init_paged(
     init_fn: Callable, store: Store, *args: Any, min_bytes: int = SMALL_BYTES
 ) -> Any:
-    """`init_fn(*args)` with its large results in `store`, each as a `PagedArray`.
+    """`init_fn(*args)` with its large results in `store`, as `PagedArray`s.
 
-    Every result is computed, written to the store and freed before the next, so RAM
-    holds about the largest of them with what it is made from, not the state. Results
-    of fewer than `min_bytes` are ordinary arrays. Raises CannotTrace, and
-    PageStoreError if the store is full.
+    Each result is computed, paged out and freed before the next, so RAM holds about the
+    largest result and its operands. Results below `min_bytes` are ordinary arrays.
+    Raises CannotTrace, and PageStoreError if the store is full.
     """
     graph = land(reorder(group(trace(init_fn, *args))), min_bytes)
     program = lower_actions(graph, Stages.empty(graph).actions(graph))

@@ -254,7 +254,7 @@ class Scheduled:
             if not reason or isinstance(error, ClosesOverTracer):
                 raise
             raise CannotTrace(
-                f"{error} What changed since the last call: {reason}."
+                f"{error} Arguments changed since the last call: {reason}."
             ) from error
         if not paged:
             return graph
@@ -263,17 +263,17 @@ class Scheduled:
 
 def _check_options(device: Any, planner: Any, executor: Any) -> None:
     """Raises TypeError for a name where an object is expected."""
-    for name, given, kind, right, example in (
+    for name, given, kind, is_right, example in (
         ("device", device, "DeviceProfile", isinstance(device, DeviceProfile),
-         "poet_jax.devices.RASPBERRY_PI_4"),
-        ("planner", planner, "planner", callable(planner), "poet_jax.MilpPlanner()"),
+         "devices.JETSON_TX2"),
+        ("planner", planner, "planner", callable(planner), "MilpPlanner()"),
         ("executor", executor, "HostExecutor", isinstance(executor, HostExecutor),
-         "poet_jax.HostExecutor()"),
+         "HostExecutor()"),
     ):  # fmt: skip
-        if given is not None and not right:
+        if given is not None and not is_right:
             raise TypeError(
-                f"A step was asked for with {name}={given!r}. What it takes is an "
-                f"object, a {kind}. Type for example {name}={example}."
+                f"`{name}` must be a {kind}, got {given!r}; use for example "
+                f"{name}=poet_jax.{example}"
             )
 
 
@@ -375,8 +375,8 @@ def schedule(
         return functools.partial(schedule, budget=given, **options)
     if budget is None:
         raise ValueError(
-            "schedule was called without a budget. It needs one: bytes, a size, a "
-            'percentage or a Budget. Type schedule(fun, "64MiB").'
+            "schedule was called without a budget; pass bytes, a size, a percentage "
+            'or a Budget, as in schedule(fun, "64MiB").'
         )
     return Scheduled(fun, budget, **options)
 

@@ -1,4 +1,4 @@
-"""What computing and moving things costs: `Costs`, and the FLOPs of a node."""
+"""Costs of nodes and transfers, and the FLOPs of a node."""
 
 import dataclasses
 import os
@@ -16,15 +16,15 @@ _OF_NODES = ("seconds", "joules", "workspace_bytes")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Costs:
-    """What computing and moving things costs; N nodes, V values.
+    """Costs of N nodes and V values.
 
     Attributes:
-      seconds, joules: [N] of one run of each node; joules over idle.
-      workspace_bytes: [N] allocated while the node runs, beside operands and results.
-      nbytes: [V] of each value in RAM and on storage.
+      seconds, joules: [N] of one run of a node; joules over idle.
+      workspace_bytes: [N] allocated during a run, beside operands and results.
+      nbytes: [V] of a value in RAM and on storage.
       page_in_seconds, page_out_seconds, page_in_joules, page_out_joules: [V].
-      static_watts: drawn for as long as the step takes.
-      contention: share of compute's speed that a transfer takes while it lasts.
+      static_watts: of idle, drawn throughout the step.
+      contention: share of compute speed that a transfer costs.
 
     Raises ValueError for a cost that is negative, infinite or NaN, and for a contention
     of 1 or more.
@@ -44,9 +44,8 @@ class Costs:
     def __post_init__(self):
         if self.contention >= 1:
             raise ValueError(
-                f"Costs were given contention={self.contention}, which leaves compute "
-                "nothing while a transfer lasts. A share is at least 0 and below 1. "
-                "Correct that entry."
+                f"Costs: contention must be at least 0 and below 1, got "
+                f"{self.contention}; 1 leaves no compute during a transfer."
             )
         for name, costs in vars(self).items():
             wrong = np.flatnonzero(~((np.asarray(costs) >= 0) & np.isfinite(costs)))
@@ -54,14 +53,13 @@ class Costs:
                 number = int(wrong[0])
                 kind = "node" if name in _OF_NODES else "value"
                 where = f"{kind} {number}" if np.ndim(costs) else "the step"
-                cost = np.ravel(costs)[number]
                 raise ValueError(
-                    f"Costs were given {name}={cost} for {where}. A cost is a finite, "
-                    "non-negative number in SI units. Correct that entry."
+                    f"Costs: {name} of {where} must be a finite, non-negative number "
+                    f"in SI units, got {np.ravel(costs)[number]}."
                 )
 
     def of(self, nodes: Sequence[int], values: Sequence[int]) -> "Costs":
-        """Of some of the nodes and values, in this order."""
+        """Costs of some nodes and values, in this order."""
         parts = {
             name: np.asarray(costs)[list(nodes if name in _OF_NODES else values)]
             for name, costs in vars(self).items()
@@ -78,7 +76,7 @@ class Costs:
 
 
 def costs_to_dict(costs: Costs) -> dict[str, Any]:
-    """Everything that `costs_from_dict` needs, as JSON types."""
+    """`costs` as JSON types, for `costs_from_dict`."""
     return {
         name: value.tolist() if isinstance(value, np.ndarray) else value
         for name, value in vars(costs).items()
@@ -86,7 +84,7 @@ def costs_to_dict(costs: Costs) -> dict[str, Any]:
 
 
 def costs_from_dict(data: dict[str, Any]) -> Costs:
-    """The costs that `costs_to_dict` wrote."""
+    """Costs from the result of `costs_to_dict`."""
     columns: dict[str, Any] = {
         name: np.array(value) if isinstance(value, list) else value
         for name, value in data.items()
@@ -95,10 +93,10 @@ def costs_from_dict(data: dict[str, Any]) -> Costs:
 
 
 def load_instance(path: str | os.PathLike) -> tuple[Graph, Costs]:
-    """A planner instance from JSON: a graph that did not come from a jaxpr, with costs.
+    """Read a planner instance from JSON: a graph without a jaxpr, and its costs.
 
-    `graph.read_instance` gives the format. Raises ValueError for a cost that is
-    negative or not a number.
+    The format is that of `graph.read_instance`. Raises ValueError for a cost that is
+    not a finite, non-negative number.
     """
     graph, rows = read_instance(path)
 
@@ -107,9 +105,8 @@ def load_instance(path: str | os.PathLike) -> tuple[Graph, Costs]:
             cost = row.get(name)
             if not (isinstance(cost, int | float) and 0 <= cost < float("inf")):
                 raise ValueError(
-                    f"{os.fspath(path)} gives node {row['name']!r} the {name} "
-                    f"{cost!r}. A cost is a finite, non-negative number. Correct that "
-                    "entry."
+                    f"{os.fspath(path)}: {name} of node {row['name']!r} must be a "
+                    f"finite, non-negative number, got {cost!r}."
                 )
         return np.array([row[name] for row in rows], float)
 
@@ -126,9 +123,9 @@ def load_instance(path: str | os.PathLike) -> tuple[Graph, Costs]:
 
 
 def node_flops(node: Node, device: DeviceProfile | None = None) -> float:
-    """FLOPs of one run of the node, by the rule of each equation.
+    """FLOPs of one run of a node, by its equations.
 
-    With a device: as many FLOPs of its float32 matrix products as take equally long.
+    With a device, the number of float32 matrix FLOPs that take equally long.
     """
     return sum(
         runs * _equation_flops(equation) * _slowdown(equation, device)
@@ -145,8 +142,8 @@ def _slowdown(equation: Equation, device: DeviceProfile | None) -> float:
 
 
 def _equation_flops(equation: Equation) -> float:
-    """2 per multiply-add of a contraction; 1 per element read by a reduction, per
-    element written otherwise."""
+    """2 per multiply-add of a contraction; 1 per element that a reduction reads or
+    another equation writes."""
     written = sum(x.size for x in equation.result_shapes)
     name = equation.primitive.name
     if name == "dot_general":

@@ -1,6 +1,7 @@
-"""Device profiles: how fast a device computes and pages, and what energy that takes."""
+"""Device profiles: how fast a device computes and pages, and at what power."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -13,12 +14,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-_TEXTS = ("name", "node_costs", "source")
-_OTHERS = ("node_costs_partial", "rates")
+_CHECKED_ELSEWHERE = ("name", "node_costs", "node_costs_partial", "rates", "source")
 _MAY_BE_ZERO = ("_watts", "_seconds", "store_bytes", "contention")  # endings
-# Endings of what may be infinite, which means that it does not count.
-_BOUNDLESS = ("bytes_per_second", "_bytes", "flops_per_joule")
-
+_MAY_BE_INFINITE = ("bytes_per_second", "_bytes", "flops_per_joule")  # endings
 
 Rates = Mapping[str, Sequence[tuple[float, float]]]
 
@@ -31,34 +29,31 @@ class DeviceProfile:
       name: for tables.
       ram_bytes: memory of the device.
       flops_per_second: of float32 matrix products and convolutions.
-      flops_per_joule: of the same, over idle; their ratio is the power of compute.
-      bytes_per_second: of memory traffic; infinite if only FLOPs are counted.
-      elementwise_flops_per_second: of everything else; None if it is the same.
-      bfloat16_speedup, int8_speedup: rates of 2-byte floats and of 1-byte types over
-        float32's.
+      flops_per_joule: of the same, over idle; the ratio of both is compute power.
+      bytes_per_second: memory bandwidth; infinite counts FLOPs alone.
+      elementwise_flops_per_second: of other operations; None for flops_per_second.
+      bfloat16_speedup, int8_speedup: of 16-bit floats and 8-bit integers over float32.
       page_in_latency_seconds, page_in_bytes_per_second: reading from storage.
       page_out_latency_seconds, page_out_bytes_per_second: writing to storage.
-      paging_watts: drawn by a transfer, over idle.
-      store_bytes: room on storage.
-      store_endurance_bytes: that may be written in the storage's life; infinite if that
-        is not known.
-      static_watts: drawn throughout the step, whatever runs.
-      dispatch_seconds: to start one node, or with `rates` one kernel of a node.
-      contention: share of compute's speed, below 1, that a transfer takes while it
-        lasts; 0 where other hardware than the processor moves pages.
-      rates: of a calibrated device, what `price` computes seconds from instead of the
-        FLOP and byte rates above: by kind of work and type, as "dot_float32", rows of
-        (size, seconds for each unit of work), with rising sizes. `kernels.Work` says
-        what a unit and a size is; "moved" is for a byte of memory traffic, by the bytes
-        that a kernel moves. Joules are then seconds times `compute_watts`.
-      node_costs: path of a CSV file with measured nodes, whose seconds and joules
-        replace what is computed; see `devices.write_node_costs`.
-      node_costs_partial: whether nodes that the file lacks are priced as without it.
-      source: origin of each number, a sentence for all or one for each attribute; an
+      paging_watts: of a transfer, over idle.
+      store_bytes: capacity of the storage.
+      store_endurance_bytes: writes in the storage's life; infinite if unknown.
+      static_watts: of idle, drawn throughout the step.
+      dispatch_seconds: to start a node, or with `rates` a kernel.
+      contention: share of compute speed, below 1, that a transfer costs; 0 where the
+        processor does not move pages (DMA).
+      rates: of a calibrated device, in place of the FLOP and byte rates above. Keys are
+        kind and dtype, as "dot_float32", or "moved" for memory traffic. Rows are (size,
+        seconds per unit of work), of rising size; `kernels.Work` defines both. Joules
+        are then seconds times `compute_watts`.
+      node_costs: path of a CSV file with measured seconds and joules of nodes, which
+        replace modelled ones; see `devices.write_node_costs`.
+      node_costs_partial: whether nodes missing in that file are modelled.
+      source: origin of the numbers, one sentence for all or a dict of one for each; an
         assumption says "assumed".
 
-    Raises ValueError for a rate or power that is missing, zero where it divides,
-    negative or NaN, and for a contention of 1 or more.
+    Raises ValueError for a rate or power that is missing, negative, NaN, or zero where
+    it divides, and for a contention of 1 or more.
     """
 
     name: str
@@ -86,45 +81,39 @@ class DeviceProfile:
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.name in (*_TEXTS, *_OTHERS):
+            name, value = field.name, getattr(self, field.name)
+            if name in _CHECKED_ELSEWHERE or value is None is field.default:
                 continue
-            if value is None and field.default is None:
-                continue
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            divides = not field.name.endswith(_MAY_BE_ZERO)
-            most = math.inf if field.name.endswith(_BOUNDLESS) else sys.float_info.max
-            if field.name == "contention":
-                most = math.nextafter(1, 0)
-            if not number or not 0 <= value <= most or (divides and value == 0):  # type: ignore[operator]
-                sign = "positive" if divides else "non-negative"
-                finite = "" if most == math.inf else ", finite"
-                below = " below 1" if field.name == "contention" else ""
+            least = 0.0 if name.endswith(_MAY_BE_ZERO) else math.nextafter(0, 1)
+            most = math.inf if name.endswith(_MAY_BE_INFINITE) else sys.float_info.max
+            most = math.nextafter(1, 0) if name == "contention" else most
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not is_number or not least <= value <= most:
+                sign = "positive" if least else "non-negative"
+                finite = "" if most == math.inf else " finite"
+                below = " below 1" if name == "contention" else ""
                 raise ValueError(
-                    f"The profile {self.name!r} was given {field.name}={value!r}. It "
-                    f"must be a {sign}{finite} number{below} in SI units. Type the "
-                    "data sheet's value, or an assumed one and say so in source."
+                    f"DeviceProfile {self.name!r}: {name} must be a {sign}{finite} "
+                    f"number{below} in SI units, got {value!r}. Use the data sheet's "
+                    "value, or an assumed one and say so in source."
                 )
-
         for kind, rows in self.rates.items():
             sizes = [size for size, _ in rows]
-            rising = all(a < b for a, b in zip(sizes, sizes[1:], strict=False))
-            positive = all(0 < x < math.inf for row in rows for x in row)
-            if not (rows and rising and positive):
+            rising = all(a < b for a, b in itertools.pairwise(sizes))
+            if not (rows and rising and all(0 < x < math.inf for r in rows for x in r)):
                 raise ValueError(
-                    f"The profile {self.name!r} was given the rates {rows!r} of "
-                    f"{kind}. They are rows of a size and seconds, finite and "
-                    "positive, with rising sizes. Correct them, or delete the file of "
-                    "a calibrated machine, which is then calibrated again."
+                    f"DeviceProfile {self.name!r}: the rates of {kind} must be rows of "
+                    f"(size, seconds), finite, positive and of rising sizes, got "
+                    f"{rows!r}. Correct them, or delete the file to calibrate again."
                 )
 
     @property
     def compute_watts(self) -> float:
-        """Power of compute over idle: FLOP/s divided by FLOP/J."""
+        """Power of compute over idle: flops_per_second / flops_per_joule."""
         return self.flops_per_second / self.flops_per_joule
 
     def slowdown(self, matrix: bool, dtype: Any) -> float:
-        """How much longer than a FLOP of a float32 matrix product one FLOP takes."""
+        """Time of a FLOP over that of one in a float32 matrix product."""
         slower = 1.0
         if not matrix and self.elementwise_flops_per_second is not None:
             slower = self.flops_per_second / self.elementwise_flops_per_second
@@ -135,10 +124,10 @@ class DeviceProfile:
         return slower
 
     def work_seconds(self, kind: str, dtype: Any, amount: float, size: float) -> float:
-        """Time of an `amount` of work by `rates`, between their sizes as a power law.
+        """Time of an `amount` of work by `rates`, interpolated as a power of `size`.
 
-        Work in a type without a rate takes as long as in float32, and of a kind without
-        one as "cheap"; "free" takes none.
+        A dtype without rates takes those of float32, a kind without any those of
+        "cheap"; "free" work takes no time.
         """
         names = f"{kind}_{dtype}", f"{kind}_float32", kind, "cheap_float32"
         rows = next((self.rates[name] for name in names if name in self.rates), None)
@@ -149,41 +138,46 @@ class DeviceProfile:
         return amount * math.exp(np.interp(place, sizes, seconds))
 
     def page_in_seconds(self, nbytes: int) -> float:
-        """Time of reading a value of `nbytes` from storage."""
+        """Time to read `nbytes` from storage."""
         return self.page_in_latency_seconds + nbytes / self.page_in_bytes_per_second
 
     def page_out_seconds(self, nbytes: int) -> float:
-        """Time of writing a value of `nbytes` to storage."""
+        """Time to write `nbytes` to storage."""
         return self.page_out_latency_seconds + nbytes / self.page_out_bytes_per_second
 
     def origin(self, attribute: str) -> str:
-        """Where the number called `attribute` is from; "default" if nobody gave one."""
-        field = {f.name: f for f in dataclasses.fields(self)}[attribute]
+        """Origin of the number called `attribute`; "default" if it was not given."""
         if isinstance(self.source, str):
             return self.source
-        given = getattr(self, attribute) not in (field.default, {})
-        return self.source.get(attribute, "no origin stated" if given else "default")
+        is_given = attribute in self._given()
+        return self.source.get(attribute, "no origin stated" if is_given else "default")
 
-    def save(self, path: str | os.PathLike) -> None:
-        """Write the profile as TOML, or as JSON if the path ends so; see `load`."""
-        data = {
-            field.name: dict(value) if isinstance(value, Mapping) else value
+    def _given(self) -> dict[str, Any]:
+        """The attributes that differ from their defaults."""
+        return {
+            field.name: value
             for field in dataclasses.fields(self)
             if (value := getattr(self, field.name)) not in (field.default, {})
         }
-        if pathlib.Path(path).suffix == ".json":
-            text = json.dumps(data, indent=1) + "\n"
-        else:
-            text = "".join(_toml_lines(data))
-        pathlib.Path(path).write_text(text, encoding="utf-8")
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write a file for `load`: TOML, or JSON if the path ends in .json."""
+        data = {
+            name: dict(value) if isinstance(value, Mapping) else value
+            for name, value in self._given().items()
+        }
+        path = pathlib.Path(path)
+        is_json = path.suffix == ".json"
+        text = json.dumps(data, indent=1) + "\n" if is_json else _toml(data)
+        path.write_text(text, encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> "DeviceProfile":
-        """The profile in a TOML or JSON file, whose keys are the attributes above.
+        """Read a TOML or JSON file, whose keys are the attributes above.
 
-        `source` may be a table with an origin for each number. A relative `node_costs`
-        is looked for beside the file. Raises ValueError for a constant that is missing,
-        unknown or makes no sense, and FileNotFoundError.
+        `source` may be a table with an origin per number. A relative `node_costs` is
+        relative to the file. Raises FileNotFoundError, and ValueError for a constant
+        that is missing, unknown or invalid.
         """
         path = pathlib.Path(path)
         text = path.read_text(encoding="utf-8")
@@ -191,27 +185,26 @@ class DeviceProfile:
             data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
         except ValueError as error:
             raise ValueError(
-                f"{path} was to be read as a device profile: {error}. A profile is a "
-                "TOML file, or a JSON file whose name ends so. Write one with "
-                "poet_jax.devices.RASPBERRY_PI_4.save(path), and change its numbers."
+                f"{path} is no TOML, or JSON with a name in .json: {error}. Write a "
+                "profile with poet_jax.devices.RASPBERRY_PI_4.save(path) and change "
+                "its numbers."
             ) from error
-        known = {field.name: field for field in dataclasses.fields(cls)}
-        missing = [
-            name
-            for name, field in known.items()
+        fields = dataclasses.fields(cls)
+        known = [field.name for field in fields]
+        required = {
+            field.name
+            for field in fields
             if field.default is field.default_factory is dataclasses.MISSING
-            and name != "source"
-            and name not in data
-        ]
-        unknown = sorted(set(data) - set(known))
-        if missing or unknown:
-            what = f"lacks {', '.join(missing)}" if missing else ""
-            what += " and " if missing and unknown else ""
-            what += f"has the unknown {', '.join(unknown)}" if unknown else ""
+        }
+        if required - data.keys() or data.keys() - set(known):
+            problems = {
+                "lacks": sorted(required - data.keys()),
+                "has the unknown": sorted(data.keys() - set(known)),
+            }
+            what = (f"{verb} {', '.join(x)}" for verb, x in problems.items() if x)
             raise ValueError(
-                f"The device profile {path} {what}. A profile has "
-                f"{', '.join(n for n in known if n not in _TEXTS[1:])}. Correct the "
-                "file, in SI units; what is assumed says so in source."
+                f"The device profile {path} {' and '.join(what)}. Its keys are "
+                f"{', '.join(known)}, in SI units; say in source what is assumed."
             )
         if "rates" in data:
             data["rates"] = {
@@ -226,16 +219,16 @@ class DeviceProfile:
         """(attribute, value in SI units, origin) of what the profile gives, or with
         `defaults` of every attribute but name and source."""
         rows = []
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            is_default = value in (field.default, {})
-            if field.name in ("name", "source") or (is_default and not defaults):
+        given = self._given()
+        for name, value in (vars(self) if defaults else given).items():
+            if name in ("name", "source"):
                 continue
-            if field.name == "rates":
+            if name == "rates":
                 value = f"{len(value)} kinds"
             shown = f"{value:.6g}" if isinstance(value, float) else str(value)
-            origin = "default" if is_default else self.origin(field.name)
-            rows.append((field.name, shown, origin))
+            rows.append(
+                (name, shown, self.origin(name) if name in given else "default")
+            )
         return rows
 
     def __str__(self) -> str:
@@ -243,13 +236,13 @@ class DeviceProfile:
         return "\n".join([self.name, *rows])
 
 
-def _toml_lines(data: dict[str, Any]):
-    """Scalars first, as TOML wants; JSON's strings and numbers are TOML's, too."""
+def _toml(data: Mapping[str, Any]) -> str:
+    """TOML of strings, numbers, lists and tables; scalars first, as it demands."""
+    lines, tables = [], []
     for name, value in data.items():
-        if not isinstance(value, Mapping):
+        if isinstance(value, Mapping):
+            tables.append(f"\n[{name}]\n{_toml(value)}")
+        else:  # written as in JSON
             text = json.dumps(value, ensure_ascii=False)
-            yield f"{name} = {'inf' if value == math.inf else text}\n"
-    for name, table in data.items():
-        if isinstance(table, Mapping):
-            yield f"\n[{name}]\n"
-            yield from _toml_lines(dict(table))
+            lines.append(f"{name} = {'inf' if value == math.inf else text}\n")
+    return "".join(lines + tables)

@@ -1,52 +1,43 @@
-"""The errors that a user can act on; each message says what was asked, what is possible
-and what to type."""
+"""Errors that a user can act on: what is wrong, what is possible, what to use."""
 
+import dataclasses
 from typing import Any
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class BudgetTooSmall(ValueError):
     """No plan of this planner fits the budget.
 
     Attributes:
-      smallest_bytes: the smallest memory budget that works, in bytes.
-      exact: True if one byte less than `smallest_bytes` is proven not to work for plans
-        of this planner (for `MilpPlanner`, staged ones, see `plan.Stages`); False if
-        `smallest_bytes` works but a smaller budget has not been ruled out.
-      least_bytes: proven to be the least that could work, so that the smallest budget
-        lies between it and `smallest_bytes`; the same as that if `exact`.
-      node: name of the node at which memory is highest under that smallest budget.
+      smallest_bytes: a memory budget that works, the smallest found.
+      exact: whether it is proven that no smaller budget works, for plans of this
+        planner (for `MilpPlanner` staged ones, see `plan.Stages`).
+      least_bytes: proven lower bound on a budget that works; `smallest_bytes` if exact.
+      node: name of the node at which that plan's memory peaks.
       values: names of the values alive there, largest first.
-      plan: the leanest Plan that was found, which needs `smallest_bytes`: by the
+      plan: the Plan with the lowest peak found; it needs `smallest_bytes` by the
         simulator, or by the compiler's count if it was compiled.
     """
 
-    def __init__(
-        self,
-        message: str,
-        *,
-        smallest_bytes: int,
-        exact: bool,
-        least_bytes: int,
-        node: str,
-        values: tuple[str, ...],
-        plan: Any,
-    ):
-        super().__init__(message)
-        self.smallest_bytes = smallest_bytes
-        self.exact = exact
-        self.least_bytes = least_bytes
-        self.node = node
-        self.values = values
-        self.plan = plan
+    message: str
+    _: dataclasses.KW_ONLY
+    smallest_bytes: int
+    exact: bool
+    least_bytes: int
+    node: str
+    values: tuple[str, ...]
+    plan: Any
+
+    def __post_init__(self):
+        super().__init__(self.message)
 
 
 class PlanInvalid(ValueError):
-    """A plan that breaks a rule: a value read that is not in RAM, or another graph's
-    plan."""
+    """A plan reads a value that is not in RAM, or is of another graph."""
 
 
 class CannotTrace(TypeError):
-    """JAX could not trace the function for these arguments."""
+    """JAX cannot trace the function for these arguments."""
 
 
 class ClosesOverTracer(CannotTrace):
@@ -54,4 +45,4 @@ class ClosesOverTracer(CannotTrace):
 
 
 class PageStoreError(OSError):
-    """The page store could not be opened, written or read back intact."""
+    """A page store cannot be opened, written, or read back intact."""

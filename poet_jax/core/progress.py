@@ -1,4 +1,4 @@
-"""What takes long shows progress: one line on a terminal's standard error."""
+"""Progress in one line on a terminal's standard error."""
 
 import contextlib
 import sys
@@ -6,11 +6,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-_SECONDS = 0.5  # between two looks at what a line says
+_SECONDS = 0.5  # between updates
 
 
 def counted(items: Iterable, total: int, label: str) -> Iterable[Any]:
-    """Yield `items`, counting them in a line."""
+    """Yield `items` and show how many of `total` were reached."""
     number = 0
     with line(lambda: f"{label}: {number} of {total}", show=total > 0):
         for number, item in enumerate(items, start=1):  # noqa: B007
@@ -19,9 +19,9 @@ def counted(items: Iterable, total: int, label: str) -> Iterable[Any]:
 
 @contextlib.contextmanager
 def line(text: Callable[[], str], show: bool = True) -> Iterator[None]:
-    """While the block runs, show what `text` returns, and erase it at the end.
+    """Show `text()` while the block runs, then erase it.
 
-    Nothing is shown if `show` is False or where standard error is not a terminal.
+    Nothing is shown if `show` is False or standard error is no terminal.
     """
     if not (show and sys.stderr.isatty()):
         yield

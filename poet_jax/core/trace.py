@@ -34,38 +34,34 @@ _INLINED = {
 
 
 def trace(fun: Callable, *args: Any, **kwargs: Any) -> Graph:
-    """Trace `fun` for `args` to a graph with one equation per node, dead code removed.
+    """Trace `fun` to a graph with one equation per node, without dead code.
 
-    `fun` may be the result of `jax.jit`, whose static and donated arguments are
-    honoured. Arguments are pytrees of arrays or of `jax.ShapeDtypeStruct`; nothing is
-    computed. Raises CannotTrace, from JAX's own error, if JAX cannot trace it; the
-    message has the place in the caller's code.
+    `fun` may be a `jax.jit` result; its static and donated arguments are honoured.
+    Arguments are pytrees of arrays or `jax.ShapeDtypeStruct`s; nothing is computed.
+    Raises CannotTrace from JAX's error, with the place in the caller's code.
     """
     jitted = fun if hasattr(fun, "trace") else jax.jit(fun)
     try:
         traced = jitted.trace(*args, **kwargs)
     except CannotTrace:
-        raise  # says what is wrong better than what follows
+        raise  # is more specific than the error below
     except Exception as error:
         name = getattr(fun, "__name__", type(fun).__name__)
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        reason = lines[0].rstrip(".").replace(". ", "; ")
         raise CannotTrace(
-            f"A plan was asked for {name!r}, and tracing it failed{_place(error)}: "
-            f"{reason.rstrip('.')}. Only functions that jax.jit accepts, of "
-            "arguments that fit them, can be "
-            f"planned. Make jax.jit({name}).trace(...) work on the same arguments "
-            f"first."
+            f"{name!r} cannot be traced{_place(error)}: {reason}. Make "
+            f"jax.jit({name}).trace(...) work on the same arguments first."
         ) from error
     if len(traced.jaxpr.jaxpr.invars) != traced.in_tree.num_leaves:
         raise ClosesOverTracer(
-            "A plan was asked for a function that closes over a value which another "
-            "JAX transformation is tracing. Only values that exist can be planned for. "
-            "Pass that value as an argument."
+            "The function closes over a value that another JAX transformation is "
+            "tracing. Pass that value as an argument."
         )
     return _Builder(traced.jaxpr.consts).build(traced)
 
 
-# Frames of Python, of installed packages and of this one are not the caller's.
+# Frames that are not the caller's: Python's, installed packages' and this package's.
 _INSTALLED = tuple(
     os.path.join(folder, "")
     for folder in (
@@ -112,7 +108,7 @@ class _Builder:
             operand = self.read(var, env)
             if isinstance(operand, Literal):
                 operand = self.constant(operand.value, var.aval, f"literal{number}")
-            # An output is the caller's own, to delete or donate.
+            # The caller may delete or donate an output, so it shares no array.
             if operand in self.constants or operand in kept or operand in outputs:
                 operand = self.copy(operand)
             outputs.append(operand)
@@ -141,7 +137,7 @@ class _Builder:
                 tuple(aval.shape),
                 aval.dtype,
                 bool(getattr(aval, "weak_type", False)),
-                # A page comes back without a weak type.
+                # A page is read back without a weak type.
                 pageable=not is_key and not getattr(aval, "weak_type", False),
             )
         )
@@ -151,15 +147,15 @@ class _Builder:
         number = self.value(aval, name)
         if not isinstance(array, jax.Array):
             weak = getattr(aval, "weak_type", False)
-            # Only a Python number becomes a weakly typed array.
+            # Only a Python number makes a weakly typed array.
             python = np.asarray(array).item() if weak else array
-            # A copy, as under jax.jit: NumPy's own may change.
+            # A copy, as in jax.jit: a NumPy array may change.
             array = jnp.array(python, None if weak else aval.dtype)
         self.constants[number] = array
         return number
 
     def copy(self, value: int) -> int:
-        """A new value with the contents of `value`, written by a node of its own."""
+        """A copy of `value`, made by a node of its own."""
         jaxpr = jax.jit(jnp.copy).trace(self.values[value].aval).jaxpr.jaxpr
         env: dict[Any, int | Literal] = {jaxpr.invars[0]: value}
         self.walk(jaxpr, env, prefix="output", backward=False)
@@ -224,8 +220,7 @@ def _equation(eqn, operands, results) -> Equation:
 def _bodies(eqn):
     """(equations, runs) of each body of a control-flow equation, for pricing.
 
-    A `while` is counted as one trip, as its number is unknown; a `cond` as its longest
-    branch.
+    A `while` counts one trip, as their number is unknown; a `cond` its longest branch.
     """
     if eqn.primitive.name == "cond":
         branches = [_inner_equations(branch) for branch in eqn.params["branches"]]
@@ -237,7 +232,7 @@ def _bodies(eqn):
 
 
 def _inner_equations(jaxpr) -> tuple[Equation, ...]:
-    """Of a body and what it calls, over numbers of the body's own: operands first."""
+    """Equations of a body and what it calls, numbered on their own: operands first."""
     equations: list[Equation] = []
     count = itertools.count()
 
@@ -263,7 +258,7 @@ def _inner_equations(jaxpr) -> tuple[Equation, ...]:
 
 
 def _open(jaxpr):
-    """A closed or an open jaxpr as (jaxpr, constants)."""
+    """(jaxpr, constants) of a closed or an open jaxpr."""
     if isinstance(jaxpr, jex_core.ClosedJaxpr):
         return jaxpr.jaxpr, jaxpr.consts
     return jaxpr, ()
@@ -277,9 +272,9 @@ def _argument_name(path) -> str:
 
 
 def path_name(path: Iterable[Any]) -> str:
-    """The path of a leaf of a pytree, with "/" between its steps.
+    """The path of a pytree's leaf, its steps joined by "/".
 
-    The value of an nnx variable is called as the variable itself.
+    The value of an nnx variable has the variable's path.
     """
     own = (k for k in path if getattr(k, "name", None) != "value")
     steps = (getattr(k, "key", getattr(k, "name", getattr(k, "idx", k))) for k in own)
@@ -287,8 +282,7 @@ def path_name(path: Iterable[Any]) -> str:
 
 
 def _node_name(eqn, stack: str) -> str:
-    """The module path if the name stack holds one, else file:line; then the
-    primitive."""
+    """The last two scopes of the name stack, else file:line; then the primitive."""
     scopes = [
         scope.strip("()")
         for scope in stack.replace("transpose(", "").replace("jvp(", "").split("/")
@@ -301,7 +295,7 @@ def _node_name(eqn, stack: str) -> str:
 
 
 def without_dead_code(graph: Graph) -> Graph:
-    """Drop nodes whose results nobody needs, and results that are not needed."""
+    """Drop nodes and results that no output depends on."""
     needed = set(graph.outputs)
     kept = []
     for node in reversed(graph.nodes):

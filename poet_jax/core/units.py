@@ -3,54 +3,44 @@
 import math
 import re
 
-_BYTE_UNITS = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
+_BYTE_UNITS = {"b": 1}
+for _power, _prefix in enumerate("kmgt", start=1):
+    _BYTE_UNITS |= {f"{_prefix}b": 1000**_power, f"{_prefix}ib": 1024**_power}
 _SIZE = re.compile(
     r"\s*([0-9]*\.?[0-9]+(?:e[+-]?[0-9]+)?)\s*([a-z]+)\s*", re.IGNORECASE
 )
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes named by a size such as `"64MiB"`, `"1.5 GB"` or `"3000B"`.
+    """Bytes of a size such as `"64MiB"`, `"1.5 GB"` or `"3000B"`, rounded down.
 
-    Decimal (kB, MB, GB) and binary (KiB, MiB, GiB) units are both understood; a
-    fraction of a byte is dropped. Raises ValueError for anything else.
+    Units are decimal (kB, MB, GB, TB) or binary (KiB, MiB, GiB, TiB). Raises ValueError
+    for anything else.
     """
     match = _SIZE.fullmatch(text)
     if match is None or match[2].lower() not in _BYTE_UNITS:
         raise ValueError(
-            f"{text!r} was given as a size. A size is a number and a unit: B, kB, MB, "
-            'GB, KiB, MiB or GiB. Type for example "64MiB" or "1.5GB".'
+            f"{text!r} is not a size: a number and one of B, kB, MB, GB, KiB, MiB, "
+            'GiB. Use for example "64MiB", or "30%" for a percentage.'
         )
     return math.floor(float(match[1]) * _BYTE_UNITS[match[2].lower()])
 
 
 def parse_percent(text: str) -> float:
-    """The fraction named by a percentage: `"30%"` is 0.3. Raises ValueError for what is
-    not a positive one."""
+    """Fraction of a percentage: `"30%"` is 0.3. Raises ValueError unless positive."""
     try:
         fraction = float(text.strip().removesuffix("%")) / 100
     except ValueError:
         fraction = math.nan
     if not 0 < fraction < math.inf:
         raise ValueError(
-            f"{text!r} was given as a percentage. A percentage is a positive number "
-            'followed by a % sign. Type for example "30%".'
+            f'{text!r} is not a positive percentage; use for example "30%".'
         )
     return fraction
 
 
 def rounded_up(number: float) -> str:
-    """At least `number`, in six digits: what to type so that it is enough."""
+    """`number` in six digits, rounded up: a bound to pass that is enough."""
     return f"{number * (1 + 5e-6):.6g}"
 
 

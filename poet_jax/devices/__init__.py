@@ -1,7 +1,6 @@
-"""Named devices. Each is a TOML file in this folder, with the origin of every number.
+"""Device profiles, each a TOML file in this folder with the origin of every number.
 
-`paper` has the constants published with the POET code as they are, where this module
-has had to choose.
+`paper` has the constants exactly as published with the POET code.
 """
 
 import pathlib
@@ -34,6 +33,6 @@ ALL: dict[str, DeviceProfile] = {
 
 def __getattr__(name: str) -> Any:
     raise AttributeError(
-        f"A device called {name} was asked for. The devices are {', '.join(ALL)}. Type "
-        "one of these, or DeviceProfile.load(path) for a board of your own."
+        f"poet_jax.devices has no {name}; it has {', '.join(ALL)}. Use one of these, "
+        "or DeviceProfile.load(path) for a board of your own."
     )

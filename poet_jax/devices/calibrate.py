@@ -1,4 +1,4 @@
-"""Rates of this machine: small programs of one kind of work each, timed once."""
+"""Calibrate this machine: time small programs of one kind of work each."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -20,9 +20,10 @@ class Probe(NamedTuple):
     """A program whose time gives one rate.
 
     Attributes:
-      kind, dtype: of the rate; "launch" is the device's dispatch_seconds.
-      fun: of arrays of these shapes.
-      shapes: of `dtype`, or arrays as they are.
+      kind: of the rate, as in `kernels.Work`; "launch" gives dispatch_seconds.
+      fun: the program.
+      shapes: of its arguments.
+      dtype: of the arguments and of the rate.
     """
 
     kind: str
@@ -32,12 +33,12 @@ class Probe(NamedTuple):
 
 
 def _looped(fun: Callable, times: int) -> Callable:
-    """`fun` of its own result, so often that its start takes no time beside that."""
+    """`fun` applied `times` in a loop, so that starting the program is negligible."""
     return lambda x: lax.scan(lambda x, _: (fun(x), None), x, length=times)[0]
 
 
 def _repeated(fun: Callable, times: int) -> Callable:
-    """`fun` so often that its work outweighs the traffic."""
+    """`fun` applied `times` in one kernel, whose work then outweighs its traffic."""
 
     def run(x):
         for _ in range(times):
@@ -52,7 +53,7 @@ def _random_bits(x):
 
 
 def _scaled(times: int) -> Callable:
-    """Kernels that read one array, and each write another."""
+    """Kernels that each read the same array and write one of their own."""
     return lambda x: [x * number for number in range(2, 2 + min(times, 8))]
 
 
@@ -65,6 +66,10 @@ def _convolution(image, kernel):
 
 def _filter_gradient(image, kernel, slope):
     return jax.vjp(lambda kernel: _convolution(image, kernel), kernel)[1](slope)
+
+
+def _scattered(x, y):
+    return x.at[jnp.arange(len(x)) // 2].add(y)
 
 
 def _pooled(x):
@@ -85,8 +90,7 @@ _ELEMENTS = {
     "sine": jnp.sin,
     "power": lambda x: x**1.7,
 }
-# Launches come first, then traffic, then what is more than these; for each kind from
-# the smallest size to the largest.
+# Launches first, then traffic, as later probes subtract both; sizes of a kind rise.
 PROBES = (
     Probe("launch", _looped(lambda x: jnp.tanh(x) @ x, 500), ((8, 8),)),
     *(
@@ -104,22 +108,16 @@ PROBES = (
     Probe("convolution", _convolution, ((4, 32, 32, 3), (3, 3, 3, 64))),
     Probe("convolution", _convolution, ((4, 32, 32, 64), (3, 3, 64, 64))),
     Probe("convolution", _convolution, ((8, 8, 8, 256), (3, 3, 256, 256))),
-    Probe(
-        "filter_gradient",
-        _filter_gradient,
-        ((4, 32, 32, 64), (3, 3, 64, 64), (4, 32, 32, 64)),
-    ),
-    Probe(
-        "filter_gradient",
-        _filter_gradient,
-        ((4, 8, 8, 256), (3, 3, 256, 256), (4, 8, 8, 256)),
+    *(
+        Probe("filter_gradient", _filter_gradient, (image, kernel, image))
+        for image, kernel in (
+            ((4, 32, 32, 64), (3, 3, 64, 64)),
+            ((4, 8, 8, 256), (3, 3, 256, 256)),
+        )
     ),
     Probe("grouped_convolution", _convolution, ((2, 16, 16, 64), (3, 3, 1, 64))),
-    Probe(
-        "grouped_convolution",
-        _filter_gradient,
-        ((2, 16, 16, 64), (3, 3, 1, 64), (2, 16, 16, 64)),
-    ),
+    Probe("grouped_convolution", _filter_gradient,
+          ((2, 16, 16, 64), (3, 3, 1, 64), (2, 16, 16, 64))),
     Probe("row_sum", lambda x: x.sum(1), ((1024, 1024),)),
     Probe("column_sum", lambda x: x.sum(0), ((1024, 1024),)),
     Probe("transpose", jnp.transpose, ((1024, 1024),)),
@@ -128,14 +126,14 @@ PROBES = (
         lambda x: x.at[jnp.arange(2**14) * 7 % 2**14].get(mode="clip"),
         ((2**14,),),
     ),
-    Probe("scatter", lambda x, y: x.at[jnp.arange(2**12) // 2].add(y), ((2**12,),) * 2),
-    Probe(
-        "scatter",
-        lambda x, y: x.at[jnp.arange(2**10) // 2].add(y),
-        ((2**10, 256),) * 2,
+    *(
+        Probe("scatter", _scattered, (shape, shape))
+        for shape in ((2**12,), (2**10, 256))
     ),
-    Probe("sort", lambda x: jnp.sort(jnp.sin(x)), ((256, 64),)),
-    Probe("sort", lambda x: jnp.sort(jnp.sin(x)), ((2**14,),)),
+    *(
+        Probe("sort", lambda x: jnp.sort(jnp.sin(x)), (shape,))
+        for shape in ((256, 64), (2**14,))
+    ),
     Probe("random_bits", _random_bits, (_LARGE,)),
     Probe("cumulative", lambda x: lax.cumsum(x, 1), ((256, 512),)),
     Probe("window", _pooled, ((8, 32, 32, 32),)),
@@ -151,11 +149,10 @@ PROBES = (
 
 
 def calibrated(probes: Sequence[Probe] = PROBES) -> tuple[float, Rates]:
-    """Seconds to launch a kernel on this machine, and its rates.
+    """(seconds to launch a kernel, rates) of this machine.
 
-    Probes are compiled on all cores, and each is run a few times. What a probe takes
-    beyond what it launches, moves and computes besides, at rates that are known before
-    it, is its own kind's. Takes about six seconds on two cores.
+    A probe's own rate is its time less that of its launches, traffic and other work, at
+    the rates of earlier probes. Takes about six seconds on two cores.
     """
     graph = _joined(probes)
     device = DeviceProfile("calibrated so far", 1, 1.0, 1.0, 1.0, 1.0, 0.0)
@@ -165,26 +162,24 @@ def calibrated(probes: Sequence[Probe] = PROBES) -> tuple[float, Rates]:
         if probe.kind == "launch":
             launch = timed.seconds / sum(step.runs for step in steps)
             device = dataclasses.replace(device, dispatch_seconds=launch)
-        else:
-            name = "moved" if probe.kind == "moved" else f"{probe.kind}_{probe.dtype}"
-            row = _row(probe.kind, steps, timed.seconds, device)
-            rows = sorted((*device.rates.get(name, ()), row))
-            rates = {**device.rates, name: _monotonic(rows)}
-            device = dataclasses.replace(device, rates=rates)
+            continue
+        name = "moved" if probe.kind == "moved" else f"{probe.kind}_{probe.dtype}"
+        row = _row(probe.kind, steps, timed.seconds, device)
+        rows = _monotonic(sorted((*device.rates.get(name, ()), row)))
+        device = dataclasses.replace(device, rates={**device.rates, name: rows})
     return device.dispatch_seconds, device.rates
 
 
 def described_probes(probes: Sequence[Probe] = PROBES) -> str:
-    """What rates depend on beside the machine: kinds and shapes of the probes."""
+    """Kinds, shapes and dtypes of the probes, which rates depend on."""
     return str([(probe.kind, probe.shapes, probe.dtype) for probe in probes])
 
 
 def _row(
     kind: str, steps: Sequence[Kernel], seconds: float, device: DeviceProfile
 ) -> tuple[float, float]:
-    """(size, seconds for each unit) of the kernels' work of a kind."""
-    amount = size = 0.0
-    besides = 0.0
+    """(size, seconds per unit) of the kernels' work of a kind."""
+    amount = size = others_seconds = 0.0
     for step in steps:
         if kind == "moved":
             mine = [Work(kind, "float32", step.moved_bytes, step.moved_bytes)]
@@ -195,24 +190,22 @@ def _row(
         if mine:
             others = tuple(work for work in step.work if work.kind != kind)
             step = dataclasses.replace(step, work=others, moved_bytes=0.0)
-        besides += kernel_seconds(step, device)
-    # Of a probe that met a busy machine, something is its own nevertheless.
-    return size, max(seconds - besides, seconds / 10) / amount
+        others_seconds += kernel_seconds(step, device)
+    # At least a tenth, as a busy machine may have made earlier probes slow.
+    return size, max(seconds - others_seconds, seconds / 10) / amount
 
 
 def _monotonic(rows: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
-    """Less of a kind of work never takes longer than more of it."""
-    result: list[tuple[float, float]] = []
-    for size, seconds in reversed(rows):
-        if result:
-            larger, most = result[-1]
-            seconds = min(seconds, most * larger / size)
-        result.append((size, seconds))
+    """Rows in which less work never takes longer than more."""
+    result = [rows[-1]]
+    for size, seconds in reversed(rows[:-1]):
+        larger, most = result[-1]
+        result.append((size, min(seconds, most * larger / size)))
     return tuple(reversed(result))
 
 
 def _joined(probes: Sequence[Probe]) -> Graph:
-    """One graph of a node for each probe, which have nothing to do with one another."""
+    """One graph with a node per probe, independent of one another."""
     values: list[Value] = []
     arguments: list[int] = []
     constants: dict[int, Any] = {}

@@ -1,10 +1,10 @@
-"""What XLA makes of a node's equations: kernels, and what each of them does.
+"""Model of the kernels that XLA's CPU backend makes of a node's equations.
 
-XLA fuses light equations into the kernel that needs them, and computes them again in
-each such kernel. A value is written to memory where a kernel ends: if it is a result of
-the node, goes into or comes out of a heavy equation, or is expensive and read twice.
-So a node takes the sum over its kernels of what is longer, computing or moving what the
-kernel reads and writes; and its workspace is what lies between its kernels.
+XLA fuses cheap equations into every kernel that reads them. A kernel ends, and its
+value is written to memory, at a result of the node, before and after an expensive
+operation such as a product, and at costly elementwise results that are read twice.
+A node takes the sum over its kernels of max(compute, memory traffic). Its workspace
+holds the values between its kernels.
 """
 
 import dataclasses
@@ -25,17 +25,16 @@ class Work(NamedTuple):
     """Work of one kind.
 
     Attributes:
-      kind: a row of the table of rates, without the type.
-      dtype: of what is computed.
-      amount: how often a unit of it is done. The unit is a FLOP of "dot",
-        "convolution", "filter_gradient", "grouped_convolution", "fft" and
-        "factorization"; a comparison of "sort"; an element of a window of "window" and
-        "select_and_scatter"; an element read of "row_sum" and "column_sum"; an update
-        of "scatter"; else an element of the result.
-      size: what the seconds of a unit depend on: the cube root of a product's sides, of
-        convolutions the smaller of output channels and terms of a sum (or what
-        `_of_convolution` says), the length of a row of "sort" and "fft", the side of a
-        matrix, else elements.
+      kind: key of the table of rates, without the dtype.
+      dtype: of the result.
+      amount: number of units. A unit is a FLOP of "dot", "convolution",
+        "filter_gradient", "grouped_convolution", "fft" and "factorization"; a
+        comparison of "sort"; a window's element of "window" and "select_and_scatter";
+        an element read of "row_sum" and "column_sum"; an update of "scatter"; else an
+        element of the result.
+      size: sets the seconds per unit. The cube root of a product's sides; of
+        convolutions see `_convolution_work`; the row length of "sort" and "fft"; the
+        smaller side of a factorized matrix; else elements.
     """
 
     kind: str
@@ -46,17 +45,17 @@ class Work(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What runs at once.
+    """Fused equations that run at once.
 
     Attributes:
-      work: of the equations fused in it.
-      moved_bytes: that it reads and writes.
-      copied_bytes: of operands and results in another layout, allocated meanwhile.
-      scratch_bytes: allocated by a library, or for a random generator, meanwhile.
-      reads, writes: numbers of values in memory, local to the node.
-      in_place: whether a result can be over an operand that nothing else reads.
-      runs: how often.
-      body: kernels of a loop's body, or of another way to compute it, instead of work.
+      work: of the equations.
+      moved_bytes: memory traffic, reads and writes.
+      reads, writes: values in memory, numbered as in the node.
+      copied_bytes: workspace for operands and results in another layout.
+      scratch_bytes: workspace of a library or random generator.
+      in_place: whether a result can overwrite an operand at its last use.
+      runs: how often it runs.
+      body: kernels of a loop's body, in place of work.
     """
 
     work: tuple[Work, ...]
@@ -70,7 +69,7 @@ class Kernel:
     body: tuple["Kernel", ...] = ()
 
     def flat(self) -> Iterator["Kernel"]:
-        """Without bodies."""
+        """The kernels that do work, with their runs."""
         if not self.body:
             yield self
         for kernel in self.body:
@@ -79,20 +78,20 @@ class Kernel:
 
 
 _CONVOLUTION = "conv_general_dilated"
-# Names of one array.
+# Their result is their operand.
 _ALIASES = frozenset(
     "reshape squeeze expand_dims stop_gradient bitcast_convert_type random_wrap "
     "random_unwrap optimization_barrier".split()
 )
-# Where an array is read in parts.
+# They read parts of an array.
 _PARTS = frozenset("slice dynamic_slice gather split".split())
-# What YNNPACK does not compute on its way to a sum.
+# YNNPACK does not fuse these into a sum.
 _NO_ARITHMETIC = frozenset(
     "select_n iota gather slice dynamic_slice split pad rev transpose clamp".split()
 )
-# Elements of their results depend on others than at their place.
+# Elements move, so these cannot run in place.
 _MOVING = frozenset("transpose rev gather slice dynamic_slice split pad".split())
-# Kinds of what is done to each element; the rest is "cheap".
+# Kinds of elementwise work; the rest is "cheap".
 _ELEMENTWISE = {
     name: kind
     for kind, names in {
@@ -108,11 +107,11 @@ _ELEMENTWISE = {
     }.items()
     for name in names.split()
 }
-# XLA repeats code in kernels, up to so much (FusionNodeIndexingEvaluation's limit).
+# XLA duplicates at most so many equations in a kernel (FusionNodeIndexingEvaluation).
 _MOST_TERMS = 15
 _EXPENSIVE = frozenset("exp log tanh erf sine power gather".split())
-# FLOPs of a factorization of [m, n], m >= n, as Golub and Van Loan count them
-# (Matrix Computations, 4th edition, 2013; 8.3 and 8.6 with all vectors).
+# FLOPs of a factorization of [m, n], m >= n (Golub and Van Loan, Matrix Computations,
+# 4th edition, 2013; 8.3 and 8.6 with all vectors).
 _FACTORIZATIONS = {
     "cholesky": lambda m, n: n**3 / 3,
     "lu": lambda m, n: n**2 * (m - n / 3),
@@ -128,7 +127,7 @@ _FACTORIZATIONS = {
 
 
 def is_root(equation: Equation) -> bool:
-    """Whether a kernel ends with it: its results are in memory."""
+    """Whether a kernel ends with it, so that its results are in memory."""
     name = equation.primitive.name
     return (
         name in HEAVY.difference(("gather", "reduce_precision"))
@@ -140,7 +139,7 @@ def is_root(equation: Equation) -> bool:
 
 
 def is_alias(equation: Equation) -> bool:
-    """Whether its result is its operand, under another shape at most."""
+    """Whether its result is its operand, at most reshaped."""
     before, after = equation.operand_shapes[0], equation.result_shapes[0]
     name = equation.primitive.name
     return name in _ALIASES or (
@@ -152,19 +151,19 @@ def is_alias(equation: Equation) -> bool:
 
 
 def is_control_flow(equation: Equation) -> bool:
-    """Whether it runs bodies; a scatter's is what it does with two elements."""
+    """Whether it runs bodies (that of a scatter or reduction combines two elements)."""
     name = equation.primitive.name
     return bool(equation.inner) and not name.startswith(("scatter", "reduce", "select"))
 
 
 def is_reduction(equation: Equation) -> bool:
-    """Whether what it reads is fused into it."""
+    """Whether its operands are fused into it."""
     name = equation.primitive.name
     return name.startswith(("reduce_", "arg")) and not name.startswith("reduce_w")
 
 
 def kernels(node: Node) -> tuple[Kernel, ...]:
-    """In order; none for a node without equations."""
+    """Kernels of a node, in order; none without equations."""
     return _Partition(node.equations, node.writes).kernels()
 
 
@@ -178,16 +177,11 @@ class _Partition:
         self.readers: dict[Name, list[Equation]] = defaultdict(list)
         self.equations = []
         for equation in inlined(equations):
-            self.shapes |= {
-                x: shape
-                for x, shape in zip(
-                    equation.operands, equation.operand_shapes, strict=True
-                )
-                if not isinstance(x, Literal)
-            }
-            self.shapes |= dict(
-                zip(equation.results, equation.result_shapes, strict=True)
-            )
+            values = (*equation.operands, *equation.results)
+            shapes = (*equation.operand_shapes, *equation.result_shapes)
+            for x, shape in zip(values, shapes, strict=True):
+                if not isinstance(x, Literal):
+                    self.shapes[x] = shape
             operands = self.operands(equation)
             if operands and equation.results and is_alias(equation):
                 self.alias |= dict.fromkeys(equation.results, operands[0])
@@ -198,9 +192,9 @@ class _Partition:
                 self.readers[x].append(equation)
         self.outputs = {self.root(v) for v in outputs}
         self.written: set[Name] = set()
-        self.aside: set[Name] = set()  # written for a sum, and computed again elsewhere
+        self.aside: set[Name] = set()  # written for a sum, recomputed elsewhere
         self.repeated: dict[tuple[Name, tuple[int, ...]], int] = {}  # bytes
-        terms: dict[Name, int] = {}  # equations of which each value is computed
+        terms: dict[Name, int] = {}  # unwritten equations behind each value
         for value in self.maker:
             operands = self.operands(self.maker[value])
             terms[value] = 1 + sum(terms.get(x, 0) for x in operands)
@@ -221,7 +215,7 @@ class _Partition:
         return [self.root(x) for x in equation.operands if not isinstance(x, Literal)]
 
     def is_written(self, value: Name, terms: int) -> bool:
-        """Whether it is in memory at some time."""
+        """Whether a kernel writes it to memory."""
         maker, readers = self.maker[value], self.readers[value]
         if value in self.outputs or is_root(maker):
             return True
@@ -234,13 +228,13 @@ class _Partition:
         return again and (expensive or terms > _MOST_TERMS)
 
     def is_short(self, value: Name) -> bool:
-        """Whether it is made of values in memory at once."""
+        """Whether it is computed from values in memory alone."""
         made = [x for x in self.operands(self.maker[value]) if x in self.maker]
         return self.written.issuperset(made)
 
     def unfused(self, reduction: Equation) -> Iterator[Name]:
-        """What XLA writes before a sum that a library computes (YNNPACK): what others
-        read, too, and what is no arithmetic of floats."""
+        """Values that XLA writes before a sum by YNNPACK: those with other readers, and
+        those that are no float arithmetic."""
         for value in self.operands(reduction):
             maker = self.maker.get(value)
             if maker is None or value in self.written:
@@ -254,7 +248,7 @@ class _Partition:
                 yield from self.unfused(maker)
 
     def repeat(self, maker: Equation) -> None:
-        """Note operands whose elements XLA repeats in memory, as others do so, too."""
+        """Note operands that XLA broadcasts in memory, as several readers do so."""
         shape = maker.result_shapes[0]
         for x in self.operands(maker):
             sizes = [r.shape for e in self.readers[x] for r in e.result_shapes]
@@ -270,7 +264,7 @@ class _Partition:
         )
 
     def fused(self, equation: Equation, writes: tuple[Name, ...]) -> Kernel:
-        """A kernel that ends with `equation`, and all that is computed on its way."""
+        """A kernel that ends with `equation`, with all that is fused into it."""
         inside: dict[int, Equation] = {}
         in_sum = is_reduction(equation)
         read_bytes: dict[Name, float] = defaultdict(float)
@@ -289,21 +283,18 @@ class _Partition:
                 read_bytes[x] = max(read_bytes[x], nbytes_of(part))
 
         add(equation)
-        moved = sum(read_bytes.values()) + sum(
-            nbytes_of(self.shapes[v]) for v in writes
-        )
-        work = [w for e in inside.values() for w in equation_work(e)]
-        in_place = not any(e.primitive.name in _MOVING for e in inside.values())
+        written = sum(nbytes_of(self.shapes[v]) for v in writes)
+        moving = any(e.primitive.name in _MOVING for e in inside.values())
         return Kernel(
-            tuple(work),
-            moved,
+            tuple(map(equation_work, inside.values())),
+            sum(read_bytes.values()) + written,
             frozenset(read_bytes),
             writes,
-            in_place=in_place and not in_sum and self.aside.isdisjoint(writes),
+            in_place=not (moving or in_sum) and self.aside.isdisjoint(writes),
         )
 
     def rooted(self, equation: Equation) -> Kernel:
-        """A kernel of a heavy equation, or of a reduction and what it reads."""
+        """A kernel of an expensive equation, or of a reduction with its operands."""
         writes = tuple(equation.results)
         if is_reduction(equation):
             return self.fused(equation, writes)
@@ -322,7 +313,7 @@ class _Partition:
         moved = sum(map(nbytes_of, (*equation.operand_shapes, *equation.result_shapes)))
         copied = copied_bytes(equation)
         scratch += _threefry_bytes(equation)
-        work = tuple(equation_work(equation))
+        work = (equation_work(equation),)
         in_place = equation.primitive.name.startswith(("scatter", "dynamic_update"))
         return Kernel(
             work, moved + 2 * copied, reads, writes, copied, scratch, in_place
@@ -334,7 +325,7 @@ class _Partition:
         return sum(map(nbytes_of, made))
 
     def sliced_bytes(self, loop: Equation) -> int:
-        """Of what a `scan` takes out of its operands for a convolution."""
+        """Bytes of slices that a `scan` copies from its operands for a convolution."""
         params = loop.params
         if loop.primitive.name != "scan":
             return 0
@@ -346,9 +337,9 @@ class _Partition:
         )
 
     def workspace_bytes(self) -> int:
-        """What is in memory at once between the kernels, beside operands and results.
+        """Most bytes alive at once beside operands and results.
 
-        As XLA does, results that are not written yet lend their room.
+        As in XLA, buffers of results that are not written yet serve as workspace.
         """
         steps = self.kernels()
         last = {v: n for n, kernel in enumerate(steps) for v in kernel.reads}
@@ -366,8 +357,8 @@ class _Partition:
             alive.update(dict.fromkeys(kernel.writes))
             here = kernel.copied_bytes + sum(self.repeated.values())
             here += sum(nbytes_of(self.shapes[v]) for v in alive)
-            lent = max(here - self.results_bytes, 0)
-            most = max(most, lent + kernel.scratch_bytes)
+            beyond = max(here - self.results_bytes, 0)
+            most = max(most, beyond + kernel.scratch_bytes)
             alive = {
                 v: None for v in alive if v in self.outputs or last.get(v, -1) > number
             }
@@ -375,18 +366,18 @@ class _Partition:
 
 
 def workspace_bytes(node: Node) -> int:
-    """That a node allocates while it runs, beside operands and results."""
+    """Workspace of a node: what it allocates beside operands and results."""
     return _Partition(node.equations, node.writes).workspace_bytes()
 
 
 def _of_body(equations: Sequence[Equation]) -> "_Partition":
-    """Of a loop's body, which is asked for whatever it does not read itself."""
+    """Partition of a loop's body; what it does not read itself are its results."""
     read = {x for e in equations for x in e.operands if not isinstance(x, Literal)}
     return _Partition(equations, {x for e in equations for x in e.results} - read)
 
 
 def inlined(equations: Sequence[Equation]) -> Iterator[Equation]:
-    """Equations with what their lowerings consist of in their place."""
+    """Equations, with the equations of a lowering in place of the one it computes."""
     for equation in equations:
         if equation.lowering is None:
             yield equation
@@ -399,8 +390,8 @@ def inlined(equations: Sequence[Equation]) -> Iterator[Equation]:
         yield from body(graph, names)
 
 
-def equation_work(equation: Equation) -> Iterator[Work]:
-    """What an equation computes, by the rule of its primitive."""
+def equation_work(equation: Equation) -> Work:
+    """Work of an equation, by its primitive."""
     name = equation.primitive.name
     operands, results = equation.operand_shapes, equation.result_shapes
     written = float(sum(x.size for x in results))
@@ -411,66 +402,63 @@ def equation_work(equation: Equation) -> Iterator[Work]:
         batch, *sides = (max(x, 1) for x in matrix_sides(equation))
         padded = [_LANES * math.ceil(x / _LANES) for x in sides]
         size = math.prod(padded) ** (1 / 3)
-        yield Work("dot", dtype, 2.0 * batch * math.prod(padded), size)
-    elif name == _CONVOLUTION:
-        yield _of_convolution(equation, dtype)
-    elif is_reduction(equation):
+        return Work("dot", dtype, 2.0 * batch * math.prod(padded), size)
+    if name == _CONVOLUTION:
+        return _convolution_work(equation, dtype)
+    if is_reduction(equation):
         axes = params.get("axes", ())
         along = operands[0].ndim - 1 in axes
-        yield Work("row_sum" if along else "column_sum", dtype, read, read)
-    elif name.startswith("cum"):
-        yield Work("cumulative", dtype, written, written)
-    elif name.startswith("reduce_window"):
+        return Work("row_sum" if along else "column_sum", dtype, read, read)
+    if name.startswith("cum"):
+        return Work("cumulative", dtype, written, written)
+    if name.startswith("reduce_window"):
         window = math.prod(params["window_dimensions"])
-        yield Work("window", dtype, written * window, written)
-    elif name.startswith("select_and"):
+        return Work("window", dtype, written * window, written)
+    if name.startswith("select_and"):
         window = math.prod(params["window_dimensions"])
-        yield Work("select_and_scatter", dtype, operands[0].size * window, written)
-    elif name.startswith("scatter"):
-        yield Work("scatter", dtype, float(operands[2].size), written)
-    elif name in ("sort", "top_k", "approx_top_k"):
+        return Work("select_and_scatter", dtype, operands[0].size * window, written)
+    if name.startswith("scatter"):
+        return Work("scatter", dtype, float(operands[2].size), written)
+    if name in ("sort", "top_k", "approx_top_k"):
         axis = params.get("dimension", operands[0].ndim - 1)
         length = max(operands[0].shape[axis], 2)
-        yield Work("sort", dtype, operands[0].size * math.log2(length), length)
-    elif name in ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"):
-        yield Work("random_bits", "float32", written, written)
-    elif name == "fft":
+        return Work("sort", dtype, operands[0].size * math.log2(length), length)
+    if name in ("random_bits", "threefry2x32", "rng_bit_generator", "rng_uniform"):
+        return Work("random_bits", "float32", written, written)
+    if name == "fft":
         length = max(math.prod(params["fft_lengths"]), 2)
-        yield Work("fft", "float32", 5 * read * math.log2(length), length)
-    elif name in _FACTORIZATIONS:
+        return Work("fft", "float32", 5 * read * math.log2(length), length)
+    if name in _FACTORIZATIONS:
         *_, rows, columns = operands[0].shape
         least, most = sorted((rows, columns))
         flops = _FACTORIZATIONS[name](most, least) * read / max(rows * columns, 1)
-        yield Work("factorization", dtype, float(flops), least)
-    elif name == "dynamic_update_slice":
-        yield Work("cheap", dtype, float(operands[1].size), float(operands[1].size))
-    elif name == "transpose":
+        return Work("factorization", dtype, float(flops), least)
+    if name == "dynamic_update_slice":
+        return Work("cheap", dtype, float(operands[1].size), float(operands[1].size))
+    if name == "transpose":
         last = params["permutation"][-1]
         kind = "free" if last == operands[0].ndim - 1 else "transpose"
-        yield Work(kind, dtype, written, written)
-    else:
-        yield Work(_ELEMENTWISE.get(name, "cheap"), dtype, written, written)
+        return Work(kind, dtype, written, written)
+    return Work(_ELEMENTWISE.get(name, "cheap"), dtype, written, written)
 
 
-# Sides of matrices are multiples of so many elements in registers (AVX2 and wider).
+# Matrix kernels compute multiples of so many rows and columns (AVX2 and wider).
 _LANES = 8
 
 
 def matrix_sides(product: Equation) -> tuple[int, int, int, int]:
-    """Of a dot_general: products, rows, columns, and what is summed over."""
+    """(batch, rows, columns, contracted length) of a dot_general."""
     (summed, _), (batch, _) = product.params["dimension_numbers"]
     left, right = product.operand_shapes
     products = math.prod(left.shape[d] for d in batch)
     depth = math.prod(left.shape[d] for d in summed)
-    return (
-        products,
-        left.size // max(products * depth, 1),
-        right.size // max(products * depth, 1),
-        depth,
-    )
+    rows, columns = (x.size // max(products * depth, 1) for x in (left, right))
+    return products, rows, columns, depth
 
 
-def _of_convolution(equation: Equation, dtype: str) -> Work:
+def _convolution_work(equation: Equation, dtype: str) -> Work:
+    """FLOPs, with a size of the smaller of output channels and terms of a sum; of terms
+    if grouped, of output channels in a filter's gradient."""
     params, numbers = equation.params, equation.params["dimension_numbers"]
     kernel = equation.operand_shapes[1]
     (result,) = equation.result_shapes
@@ -487,46 +475,38 @@ def _of_convolution(equation: Equation, dtype: str) -> Work:
 
 
 def copied_bytes(equation: Equation) -> int:
-    """Of what XLA copies into another layout, or a wider type, for an equation."""
+    """Bytes that XLA copies into another layout, or a wider type, for an equation."""
     arrays = (*equation.operand_shapes, *equation.result_shapes)
     if equation.primitive.name == _CONVOLUTION:
         numbers = equation.params["dimension_numbers"]
         last = arrays[0].ndim - 1
         image, kernel = (0, last, *range(1, last)), (last, last - 1, *range(last - 1))
-        specs = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
-        copied = [
-            array
-            for array, spec, wanted in zip(
-                arrays, specs, (image, kernel, image), strict=True
-            )
-            if tuple(spec) != wanted
-        ]
+        specs = zip(numbers, (image, kernel, image), strict=True)
+        plain = [tuple(spec) == wanted for spec, wanted in specs]
     elif equation.primitive.name == "dot_general":
         summed, batch = equation.params["dimension_numbers"]
-        copied = [
-            array
-            for array, s, b, last in zip(
-                arrays[:2], summed, batch, (True, False), strict=True
-            )
-            if not _is_matrix(array.ndim, s, b, last)
+        plain = [
+            _is_matrix(arrays[k].ndim, summed[k], batch[k], last=k == 0) for k in (0, 1)
         ]
     elif equation.primitive.name.startswith("scatter") and arrays[1].ndim > 2:
         return nbytes_of(arrays[2])
     elif equation.primitive.name == "select_and_scatter_add":
-        return 4 * nbytes_of(arrays[1])  # indices of what each window selects
+        return 4 * nbytes_of(arrays[1])  # indices of the selected elements
     elif equation.primitive.name in _FACTORIZATIONS:
         return 2 * nbytes_of(arrays[0])
     else:
         return 0
-    nbytes = sum(map(nbytes_of, copied))
+    nbytes = sum(
+        nbytes_of(arrays[k]) for k, is_plain in enumerate(plain) if not is_plain
+    )
     if arrays[0].dtype.itemsize == 2:  # computed in float32
         nbytes += 2 * sum(map(nbytes_of, arrays))
     return nbytes
 
 
 def _threefry_bytes(equation: Equation) -> int:
-    """Threefry draws two words for each element, and XLA copies what its loop takes; of
-    these four words the result is one, if it has 32 bits."""
+    """Bytes of Threefry's loop: two words per element, copied once. One of the four is
+    the result if that has 32 bits."""
     if equation.primitive.name != "random_bits":
         return 0
     (key,), (result,) = equation.operand_shapes, equation.result_shapes
@@ -538,10 +518,10 @@ def _threefry_bytes(equation: Equation) -> int:
 def _is_matrix(
     ndim: int, summed: Sequence[int], batch: Sequence[int], last: bool
 ) -> bool:
-    """Whether an operand is a stack of matrices as it lies in memory.
+    """Whether an operand of a dot_general is a stack of matrices as it lies in memory.
 
-    What is summed over comes last in the left one and first in the right one; one
-    dimension, of matrices, may be at the other end.
+    The contracted dimensions come last in the left operand and first in the right one;
+    a single one may be at the other end.
     """
     first, count = len(batch), len(summed)
     front, back = range(first, first + count), range(ndim - count, ndim)

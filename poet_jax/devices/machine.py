@@ -1,4 +1,4 @@
-"""This machine as a device: rates that are measured once and kept in a file."""
+"""This machine as a device: rates are measured once and kept in a file."""
 
 import concurrent.futures
 import contextlib
@@ -23,11 +23,10 @@ from poet_jax.stores.store import FileStore, HostStore, Store
 
 _SMALL_BYTES, _PROBE_BYTES = 2**16, 2**25
 _PROBES = 12
-_PAUSE_SECONDS = 0.005  # as a step's instructions take, between transfers
-# A probe that met a busy machine is not to say that nothing can be computed.
-_MOST_CONTENTION = 0.9
+_PAUSE_SECONDS = 0.005  # between small transfers, about as in a step
+_MOST_CONTENTION = 0.9  # even if the machine was busy
 _STORAGE = "measured: FileStore, 64 KiB and 32 MiB, with checksum, beside products"
-# For a machine that cannot page, whose plans have no use for them.
+# For a machine that cannot page; its plans do not read these.
 _ASSUMED = {
     "page_out_bytes_per_second": 1e9,
     "page_in_bytes_per_second": 1e9,
@@ -37,13 +36,12 @@ _HOST_MEMORY = "measured: HostStore, 64 KiB and 32 MiB, pinned memory, beside pr
 
 
 def default_store() -> Store:
-    """Where pages go on this machine: to a file, or from an accelerator to host
-    memory."""
+    """A FileStore on the CPU, host memory on an accelerator."""
     return FileStore() if on_cpu() else HostStore()
 
 
 def paging_problem() -> str:
-    """Why pages cannot be moved on this machine; empty if they can."""
+    """Why this machine cannot page; empty if it can."""
     return library.problem() if on_cpu() else ""
 
 
@@ -57,11 +55,10 @@ def on_cpu() -> bool:
 
 
 def host_path() -> pathlib.Path:
-    """The file in which `host()` keeps this machine's rates: see and delete it at will.
+    """The file in which `host()` keeps this machine's rates; delete it to recalibrate.
 
-    In the folder `poet_jax` of XDG_CACHE_HOME, or of ~/.cache; named after a hash of
-    processor, cores, host name, JAX's version and its devices, and of what is measured
-    and how.
+    It is in the folder `poet_jax` of $XDG_CACHE_HOME or ~/.cache. Its name has a hash
+    of the machine, JAX's version and devices, and the calibration programs.
     """
     folder = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     parts = (*described(), _transfers(), described_probes())
@@ -71,14 +68,13 @@ def host_path() -> pathlib.Path:
 
 @functools.cache
 def host() -> DeviceProfile:
-    """This machine, calibrated: small programs of each kind of work are timed, and
-    storage is probed, which takes about six seconds on two cores.
+    """This machine, calibrated: small programs and transfers are timed.
 
-    Rates are measured once and then read from the file at `host_path()`; where that
-    cannot be written, once per process. So they are where pages cannot be moved, and
-    storage's are then assumed. Power is assumed (10 W for compute on all cores; for a
-    transfer, which copies and sums, 2 W and one core's share; over 5 W of idle), so
-    its joules are modelled, never measured.
+    The first call takes about six seconds on two cores; later ones read the file at
+    `host_path()`. Without a writable file, or without paging, every process measures.
+    Storage rates are assumed where the machine cannot page. Joules are modelled, never
+    measured: 10 W for compute on all cores, 2 W and one core's share for a transfer,
+    over 5 W of idle.
     """
     path = host_path()
     try:
@@ -92,20 +88,17 @@ def host() -> DeviceProfile:
         part = path.with_suffix(f".{os.getpid()}.toml")
         profile.save(part)
         part.replace(path)
-    except OSError:  # a home that cannot be written to costs them at each start
+    except OSError:  # a read-only home
         pass
     return profile
 
 
 def described() -> tuple[str, ...]:
-    """What measured costs depend on: processor, cores, host, JAX and its devices."""
+    """Processor, cores, host, JAX and its devices, which measured costs depend on."""
     model = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo") as file:
-            lines = [x.split(":", 1)[1].strip() for x in file if "model name" in x]
-        model = lines[0] if lines else model
-    except OSError:
-        pass
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        names = (x.split(":", 1)[1].strip() for x in file if "model name" in x)
+        model = next(names, model)
     devices = sorted({device.device_kind for device in jax.devices()})
     return model, str(os.cpu_count()), platform.node(), jax.__version__, *devices
 
@@ -147,9 +140,9 @@ def _measured() -> DeviceProfile:
 
 
 def _memory() -> tuple[int, str]:
-    """Bytes of the memory that holds arrays, and what it is.
+    """(bytes, origin) of the memory that holds arrays.
 
-    Not every allocator of JAX's has a limit to tell: 0 is that of `cuda_async`.
+    An allocator such as `cuda_async` reports a limit of 0, which means none.
     """
     counts = jax.local_devices()[0].memory_stats() or {}
     if limit := counts.get("bytes_limit"):
@@ -159,12 +152,10 @@ def _memory() -> tuple[int, str]:
 
 
 def _transfer_rates() -> dict[str, Any]:
-    """Of writing to and reading from the default store, checksums included, and the
-    share of compute's speed that it takes: as `DeviceProfile` names them.
+    """The default store's latencies, rates (checksums included) and contention.
 
-    All cores, or the accelerator, compute meanwhile, as they do when a step pages:
-    transfers then take up to twice as long. The first writing does not count: a store
-    reuses its file, so its blocks exist.
+    All cores, or the accelerator, compute meanwhile, as in a step: transfers then take
+    up to twice as long. The first transfer, which extends the file, does not count.
     """
     small, large = (np.empty(n, np.uint8) for n in (_SMALL_BYTES, _PROBE_BYTES))
     of_small, of_large, shares = [], [], []
@@ -175,14 +166,12 @@ def _transfer_rates() -> dict[str, Any]:
     ):
 
         def transfer(data: np.ndarray) -> tuple[float, float]:
-            """Seconds to write and to read, on a thread of its own as in a step."""
-            out, back = _moves(store, data)
-            start = time.perf_counter()
-            storage.submit(out).result()
-            middle = time.perf_counter()
-            storage.submit(back).result()
-            stop = time.perf_counter()
-            return middle - start, stop - middle
+            """Seconds to write and to read, on another thread as in a step."""
+            times = [time.perf_counter()]
+            for move in _moves(store, data):
+                storage.submit(move).result()
+                times.append(time.perf_counter())
+            return times[1] - times[0], times[2] - times[1]
 
         for _ in range(_PROBES):
             counts = [count()]
@@ -213,8 +202,8 @@ def _transfer_rates() -> dict[str, Any]:
 
 
 def _moves(store: Store, data: np.ndarray) -> tuple[Callable[[], Any], ...]:
-    """What writes `data` to the store, or an accelerator's copy of it to host memory,
-    and what reads it back."""
+    """Functions that write `data` to the store, or from an accelerator to host memory,
+    and read it back."""
     if not on_cpu():
         kinds = ("pinned_host", "device")
         array = jax.block_until_ready(jnp.asarray(data))
@@ -225,7 +214,7 @@ def _moves(store: Store, data: np.ndarray) -> tuple[Callable[[], Any], ...]:
             lambda: jax.block_until_ready(jax.device_put(page, here)),
         )
     offset = store.allocate(data.nbytes, "probe")
-    store.free(offset)  # the next probe writes to the same place
+    store.free(offset)  # for the next probe
     file, checksum = (store.descriptor(), int(store.is_direct)), 0
 
     def out() -> None:
@@ -237,7 +226,7 @@ def _moves(store: Store, data: np.ndarray) -> tuple[Callable[[], Any], ...]:
 
 @contextlib.contextmanager
 def _busy_cores() -> Iterator[Callable[[], int]]:
-    """While it lasts, all cores compute products; how many they have done."""
+    """Compute matrix products on all cores; gives a function that counts them."""
     a = jnp.ones((512, 512), jnp.float32)
     matmul = jax.jit(jnp.dot).lower(a, a).compile()
     done = threading.Event()

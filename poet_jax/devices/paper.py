@@ -1,9 +1,8 @@
 """The devices exactly as published with the POET code (Patil et al., ICML 2022).
 
-For comparison with the paper's own numbers; two of them contradict themselves. The
-Raspberry Pi's 2.0e9 FLOP/s at 4.0116e7 FLOP/J would draw 50 W, where its comment states
-1.2035e8 FLOP/s and a measured 3 W. The Jetson TX2 has no FLOP rate, so the published
-code stops there, and it is not here.
+Use them to compare with the paper's own numbers. Two contradict themselves: the
+Raspberry Pi's 2.0e9 FLOP/s at 4.0116e7 FLOP/J would draw 50 W, but its comment states
+1.2035e8 FLOP/s and a measured 3 W; the Jetson TX2 lacks a FLOP rate and is left out.
 """
 
 import dataclasses

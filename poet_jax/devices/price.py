@@ -14,19 +14,18 @@ from poet_jax.passes.cpu.scratch import node_scratch
 def price(graph: Graph, device: DeviceProfile, *, measure: bool = False) -> Costs:
     """Costs of `graph` on `device`; compiles and runs nothing, unless `measure`.
 
-    Seconds of a node are a model's. With `device.rates`, the sum over its kernels of
-    dispatch_seconds + max(work, memory traffic), each at its rate; `kernels` says what
-    they are. Otherwise a roofline: dispatch_seconds + max(FLOPs / flops_per_second,
-    bytes / bytes_per_second), with each equation's FLOPs times `device.slowdown`. A
-    `while` counts once. Joules are the compute power for as long as that takes, without
-    dispatch where it is a roofline. Nodes listed in the file `device.node_costs` cost
-    what it says. Workspaces are modelled, see `kernels.workspace_bytes`.
+    Seconds of a node are modelled. With `device.rates`: the sum over its `kernels` of
+    dispatch_seconds + max(work, memory traffic), at their rates. Without: a roofline,
+    dispatch_seconds + max(FLOPs / flops_per_second, bytes / bytes_per_second), where
+    each equation's FLOPs are multiplied by `device.slowdown`. A `while` counts one
+    trip. Joules are compute power times seconds; a roofline's exclude dispatch. Nodes
+    in the file `device.node_costs` cost what it says.
 
-    With `measure`, each distinct node is compiled and timed on this machine instead,
-    and its workspace is XLA's own count, with `scratch.node_scratch`; nodes that need
-    data, or have effects, are modelled.
+    With `measure`, each distinct node is compiled and timed on this machine, and its
+    workspace is XLA's count plus `scratch.node_scratch`. Nodes with side effects, or
+    whose runtime depends on their inputs, are still modelled.
 
-    Raises ValueError if the file of `device.node_costs` lacks nodes and
+    Raises ValueError if the file `device.node_costs` lacks nodes and
     `node_costs_partial` is False.
     """
     if device.rates:
@@ -62,14 +61,13 @@ def price(graph: Graph, device: DeviceProfile, *, measure: bool = False) -> Cost
 
 
 def node_seconds(node: Node, device: DeviceProfile) -> float:
-    """Of one run on a device with `rates`: its kernels, or one launch if it has
-    none."""
+    """Seconds of one run on a device with `rates`; one launch without kernels."""
     flat = (x for kernel in kernels(node) for x in kernel.flat())
     return sum(kernel_seconds(x, device) for x in flat) or device.dispatch_seconds
 
 
 def kernel_seconds(kernel: Kernel, device: DeviceProfile) -> float:
-    """Of all runs of a kernel without a body on a device with `rates`."""
+    """Seconds of all runs of a kernel without a body, on a device with `rates`."""
     working = sum(device.work_seconds(*work) for work in kernel.work)
     moved = kernel.moved_bytes
     moving = device.work_seconds("moved", None, moved, moved)
@@ -77,14 +75,13 @@ def kernel_seconds(kernel: Kernel, device: DeviceProfile) -> float:
 
 
 def _roofline(graph: Graph, device: DeviceProfile) -> tuple[np.ndarray, np.ndarray]:
-    """[N] seconds and joules, of FLOPs or traffic, whichever take longer."""
+    """[N] seconds and joules of compute or memory traffic, whichever takes longer."""
     flops = np.array([node_flops(node, device) for node in graph.nodes], float)
-    traffic = np.array([_node_bytes(graph, node) for node in graph.nodes], float)
+    nbytes = [value.nbytes for value in graph.values]
+    traffic = np.array(
+        [sum(nbytes[v] for v in (*n.reads, *n.writes)) for n in graph.nodes], float
+    )
     moving = traffic / device.bytes_per_second
     seconds = np.maximum(flops / device.flops_per_second, moving)
     joules = np.maximum(flops / device.flops_per_joule, moving * device.compute_watts)
     return device.dispatch_seconds + seconds, joules
-
-
-def _node_bytes(graph: Graph, node: Node) -> int:
-    return sum(graph.values[v].nbytes for v in (*node.reads, *node.writes))

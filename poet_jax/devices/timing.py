@@ -1,4 +1,4 @@
-"""Nodes timed on this machine, each distinct one compiled by itself."""
+"""Time nodes on this machine, each distinct one compiled by itself."""
 
 import concurrent.futures
 import os
@@ -11,8 +11,7 @@ import jax.numpy as jnp
 from poet_jax.core.graph import Graph, Node, node_signature
 from poet_jax.core.progress import counted
 
-# Runs that are timed, after one that warms up, and more of short ones, for so long: the
-# shortest counts.
+# At least 3 timed runs, up to 30 within 20 ms; the shortest counts.
 _RUNS, _MOST_RUNS, _RUNS_SECONDS = 3, 30, 0.02
 
 
@@ -20,8 +19,8 @@ class Timed(NamedTuple):
     """A node on this machine.
 
     Attributes:
-      seconds: of one run, without what JAX takes to start an executable.
-      temp_bytes: what XLA allocates meanwhile, beside operands and results.
+      seconds: of one run, without JAX's overhead to start an executable.
+      temp_bytes: XLA's workspace, beside operands and results.
     """
 
     seconds: float
@@ -29,10 +28,10 @@ class Timed(NamedTuple):
 
 
 def time_nodes(graph: Graph) -> list[Timed | None]:
-    """[N] nodes, of equal ones the first, each run a few times on zeros.
+    """[N] times of nodes on zeros; equal nodes are timed once.
 
-    None for those with effects, which pricing must not cause, and those that need data.
-    Compiles on all cores, and shows progress.
+    Nodes with side effects, or whose runtime depends on their inputs, are not timed
+    (None). Compiles on all cores, and shows progress.
     """
     keys = [node_signature(graph, node) for node in graph.nodes]
     distinct = {
@@ -43,7 +42,7 @@ def time_nodes(graph: Graph) -> list[Timed | None]:
     wide = bool(jax.config.jax_enable_x64)  # type: ignore[attr-defined]
 
     def compiled(node: Node) -> Any:
-        with jax.enable_x64(wide):  # a setting that a thread does not inherit
+        with jax.enable_x64(wide):  # threads do not inherit it
             return _compile(graph, node)
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -54,7 +53,7 @@ def time_nodes(graph: Graph) -> list[Timed | None]:
                 futures[future]: future.result()
                 for future in counted(done, len(futures), "compiling nodes")
             }
-        finally:  # after an error or Ctrl-C, none is begun any more
+        finally:  # after an error or Ctrl-C, start no more
             pool.shutdown(wait=False, cancel_futures=True)
     start = jax.jit(jnp.negative).lower(jnp.float32(0)).compile()
     start_seconds = best_seconds(lambda: start(jnp.float32(0)))
@@ -66,8 +65,8 @@ def time_nodes(graph: Graph) -> list[Timed | None]:
 
 
 def _compile(graph: Graph, node: Node) -> Any:
-    """Writes its results over arrays that it is given, as a program does in its arena:
-    memory that is new to the process would cost more than many a node."""
+    """Compile a node that writes its results over donated arrays, as in an arena: the
+    page faults of fresh memory can cost more than a node."""
 
     def run(old, *operands):
         return node(*operands)
@@ -89,7 +88,7 @@ def _time(graph: Graph, node: Node, executable: Any, start_seconds: float) -> Ti
         results = executable(results, *operands)
         return results
 
-    # Zeros are not what the node will see: a NaN that it makes of them is no fault.
+    # A NaN made of these zeros is no error.
     with jax.debug_nans(False), jax.debug_infs(False):
         seconds = best_seconds(run)
     analysis = executable.memory_analysis()
@@ -97,16 +96,11 @@ def _time(graph: Graph, node: Node, executable: Any, start_seconds: float) -> Ti
     return Timed(max(seconds - start_seconds, seconds / 20), temp_bytes)
 
 
-def best_seconds(run, repeats: int | None = None) -> float:
-    """Shortest of some runs after one that warms up; `run` returns jax arrays.
-
-    As many as `repeats` says, or else as are worth it.
-    """
+def best_seconds(run) -> float:
+    """Shortest of several runs after a warm-up; `run` returns JAX arrays."""
     jax.block_until_ready(run())
     times: list[float] = []
-    while len(times) < (repeats or _RUNS) or (
-        repeats is None and len(times) < _MOST_RUNS and sum(times) < _RUNS_SECONDS
-    ):
+    while len(times) < _RUNS or len(times) < _MOST_RUNS and sum(times) < _RUNS_SECONDS:
         start = time.perf_counter()
         jax.block_until_ready(run())
         times.append(time.perf_counter() - start)

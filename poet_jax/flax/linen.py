@@ -1,5 +1,6 @@
-"""Training steps of `flax.linen` modules within a budget."""
+"""Training steps of `flax.linen` modules within a memory budget."""
 
+import inspect
 from typing import Any
 
 import flax.linen as nn
@@ -16,28 +17,27 @@ from poet_jax.core.plan import BudgetLike
 from poet_jax.emit.executor import Run
 from poet_jax.flax.losses import (
     LossFn,
-    accepts,
     default_loss,
     default_optimizer,
     donatable,
     scalar_and_aux,
 )
 from poet_jax.stores.store import Store
-from poet_jax.update.items import Beneath
+from poet_jax.update.items import ArrayStep
 from poet_jax.update.part import EVERYTHING, Part
 from poet_jax.update.scheme import UpdateLike, parse_update
 
 
 class TrainState(struct.PyTreeNode):
-    """All that a step replaces.
+    """State that a step replaces.
 
     Attributes:
-      step: int32 scalar, updates done.
+      step: int32 scalar, number of updates.
       params: the module's parameters.
       opt_state: the optimizer's state.
       collections: the other variable collections, such as batch_stats.
-      key: typed PRNG key from which each step's dropout keys are folded.
-      part: of the parameters that the step trains.
+      key: typed PRNG key, folded with `step` for each step's dropout.
+      part: the trainable part of the parameters.
     """
 
     step: jax.Array
@@ -49,11 +49,10 @@ class TrainState(struct.PyTreeNode):
 
 
 class BoundModel:
-    """What `loss_fn` calls as `model`: `apply` with variables and keys bound.
+    """The `model` that `loss_fn` calls: a module with its variables and keys.
 
-    Positional and keyword arguments go to the module. `train=True` is passed where the
-    module takes `train` and the caller does not say. Changes of mutable collections are
-    gathered in `collections`.
+    Call it with the module's arguments; `train=True` is added if the module takes
+    `train` and the call does not pass it. Updated collections are in `collections`.
     """
 
     def __init__(
@@ -64,8 +63,7 @@ class BoundModel:
         self._key = key
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if accepts(self.module.__call__, "train"):  # type: ignore[attr-defined]
-            kwargs.setdefault("train", True)
+        _default_to_training(self.module, kwargs)
         self._key, params_key, dropout_key = jax.random.split(self._key, 3)
         result, changed = self.module.apply(
             {"params": self.params, **self.collections},
@@ -78,13 +76,18 @@ class BoundModel:
         return result
 
 
+def _default_to_training(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    call = module.__call__  # type: ignore[attr-defined]
+    if "train" in inspect.signature(call).parameters:
+        kwargs.setdefault("train", True)
+
+
 class TrainStep:
     """A training step of a linen module; made by `train_step`.
 
-    `state = step.init(key, batch)`, then `state, metrics = step(state, batch)`. The
-    state given is consumed, as with `jax.jit(..., donate_argnums=0)`. `metrics` holds
-    "loss" and what `loss_fn` returns as aux: its items if it is a dictionary, else as
-    "aux".
+    Use `state = step.init(key, batch)`, then `state, metrics = step(state, batch)`. The
+    state passed is donated. `metrics` has "loss" and what `loss_fn` returns as aux: its
+    items if it is a dictionary, else as "aux".
     """
 
     def __init__(
@@ -107,10 +110,11 @@ class TrainStep:
     def init(
         self, key: jax.Array, batch: Any, store: Store | None = None
     ) -> TrainState:
-        """A fresh state. `loss_fn` is traced on `batch` to see how it calls the model.
+        """A new state; `loss_fn` is traced on `batch` to see how it calls the model.
 
-        With a `store` the large leaves of the state are made there, and are never in
-        RAM together; give the same store to the step's executor.
+        With a `store`, large leaves are created there one by one, so that RAM never
+        holds them all. Give the same store to the step's executor. Raises TypeError if
+        `loss_fn` never calls the model.
         """
         if store is not None:
             return init_paged(self._state, store, key, batch)
@@ -128,9 +132,8 @@ class TrainStep:
         created = jax.jit(variables)(init_key, batch)
         if created is None:
             raise TypeError(
-                "A state was asked for, and loss_fn(model, batch) never called the "
-                "model. Its parameters are created by that call. Call model(...) in "
-                "loss_fn."
+                "loss_fn(model, batch) never called the model, which creates the "
+                "parameters. Call model(...) in loss_fn."
             )
         params = created.pop("params", {})
         part = EVERYTHING
@@ -159,7 +162,7 @@ class TrainStep:
         return loss, (aux, model.collections)
 
     def update(self, state: TrainState, batch: Any):
-        """The step as a plain function, to be run by `jax.jit` without a budget."""
+        """The step as a plain function, to run with `jax.jit` without a budget."""
         key = jax.random.fold_in(state.key, state.step)
         part, trainable = state.part, state.part.split(state.params)
 
@@ -167,22 +170,19 @@ class TrainStep:
             params = part.merge(trainable, state.params)
             return self._loss(params, state.collections, key, batch)
 
-        (loss, (aux, collections)), gradients = jax.value_and_grad(
-            loss_of, has_aux=True
-        )(trainable)
+        gradient_of = jax.value_and_grad(loss_of, has_aux=True)
+        (loss, (aux, collections)), gradients = gradient_of(trainable)
         if self.scheme is not None and self.scheme.statistics == "keep":
             kept = {"batch_stats"} & state.collections.keys()
             collections |= {name: state.collections[name] for name in kept}
-        updates, opt_state = self.optimizer.update(
-            gradients, state.opt_state, trainable
-        )
-        params, part = part.replace(
-            optax.apply_updates(trainable, updates), state.params
-        )
+        update, moments = self.optimizer.update, state.opt_state
+        updates, moments = update(gradients, moments, trainable)
+        trainable = optax.apply_updates(trainable, updates)
+        params, part = part.replace(trainable, state.params)
         new_state = state.replace(
             step=state.step + 1,
             params=params,
-            opt_state=opt_state,
+            opt_state=moments,
             collections=collections,
             part=part,
         )
@@ -190,14 +190,14 @@ class TrainStep:
         return new_state, metrics | {"loss": loss}
 
     def plan(self, state: TrainState, batch: Any) -> Schedule:
-        """The schedule for states and batches like these, or their shapes."""
+        """The schedule for a state and a batch like these, arrays or shapes."""
         return self._scheduled.plan(state, batch)
 
-    def beneath(self, state: TrainState, batch: Any) -> Beneath:
+    def array_step(self, state: TrainState, batch: Any) -> ArrayStep:
         """The step as a function of arrays, for `update.search`."""
+        inside = ("0/0", "0"), "params"
         args = state, batch
-        part = state.part
-        return Beneath(self._scheduled, args, self.scheme, part, ("0/0", "0"), "params")
+        return ArrayStep(self._scheduled, args, self.scheme, state.part, *inside)
 
     def effects(self, state: TrainState, batch: Any) -> Effects:
         """What each pass makes of the step's graph; see `Scheduled.effects`."""
@@ -213,16 +213,14 @@ class TrainStep:
 
 
 class _Initialiser:
-    """Stands in for the model while a state is created; initialises at the first
-    call."""
+    """The `model` while a state is created: its first call initialises."""
 
     def __init__(self, module: nn.Module, key: jax.Array):
         self.module, self.variables = module, None
         self._key = key
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if accepts(self.module.__call__, "train"):  # type: ignore[attr-defined]
-            kwargs.setdefault("train", True)
+        _default_to_training(self.module, kwargs)
         params_key, dropout_key = jax.random.split(self._key)
         keys: Any = {"params": params_key, "dropout": dropout_key}
         if self.variables is None:

@@ -1,6 +1,5 @@
-"""What the two Flax front ends share: the default loss and the default optimizer."""
+"""Defaults and checks that both Flax front ends share."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +17,10 @@ def default_optimizer() -> optax.GradientTransformation:
 
 
 def donatable(state: Any, rest: Any = ()) -> Any:
-    """`state` with copies of arrays that it holds twice, or shares with `rest`.
+    """`state` with copies of arrays that it holds twice or shares with `rest`.
 
-    An array can be donated once. A clone of an nnx module shares the arrays of its
-    model, and so does an optimizer that starts from the parameters.
+    An array can be donated only once, but clones of an nnx module, and optimizers that
+    start from the parameters, share the model's arrays.
     """
     leaves, tree = jax.tree.flatten(state)
     known = set(map(id, jax.tree.leaves(rest)))
@@ -35,15 +34,16 @@ def donatable(state: Any, rest: Any = ()) -> Any:
 
 
 def default_loss(model: Callable, batch: Any) -> jax.Array:
-    """Softmax cross-entropy for integer labels, mean squared error for floating ones.
+    """Mean softmax cross-entropy for integer labels, mean squared error for floats.
 
-    `batch` is `(inputs, labels)`; the result is a scalar, the mean over the batch.
+    `batch` is `(inputs, labels)`. Raises CannotTrace for another batch, and for labels
+    whose shape is not that of the predictions.
     """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         raise CannotTrace(
-            f"The default loss was given a batch of type {type(batch).__name__}. It "
-            "takes batch = (inputs, labels). Type train_step(model, budget, "
-            "loss_fn=...) with a loss_fn(model, batch) for any other batch."
+            "The default loss takes batch = (inputs, labels), got a "
+            f"{type(batch).__name__}. Pass a loss_fn(model, batch) to train_step for "
+            "any other batch."
         )
     inputs, labels = batch
     predictions = model(inputs)
@@ -53,16 +53,15 @@ def default_loss(model: Callable, batch: Any) -> jax.Array:
         ).mean()
     if predictions.shape != labels.shape:
         raise CannotTrace(
-            f"The default loss was given predictions of shape {predictions.shape} and "
-            f"labels of shape {labels.shape}. A mean squared error needs equal shapes, "
-            "as broadcasting would compare every example with every other. Type for "
-            "example labels[:, None], or train_step(model, budget, loss_fn=...)."
+            f"The default loss needs predictions and labels of equal shape, got "
+            f"{predictions.shape} and {labels.shape}, which would broadcast. Use for "
+            "example labels[:, None], or pass a loss_fn to train_step."
         )
     return jnp.mean((predictions - labels) ** 2)
 
 
 def scalar_and_aux(result: Any) -> tuple[jax.Array, Any]:
-    """A loss function's result as (loss, aux); aux is None where there is none.
+    """(loss, aux) of a loss function's result; aux is None if it returns none.
 
     Raises CannotTrace if the loss is not a floating scalar.
     """
@@ -75,13 +74,7 @@ def scalar_and_aux(result: Any) -> tuple[jax.Array, Any]:
     if shape != () or not jnp.issubdtype(dtype, jnp.floating):
         what = type(loss).__name__ if shape is None else f"{dtype}{list(shape)}"
         raise CannotTrace(
-            f"A gradient was asked for of a loss that is {what}. Only a floating "
-            "scalar, or (scalar, aux), has one. Return for example loss.mean() from "
-            "loss_fn."
+            f"The loss must be a floating scalar, or (scalar, aux), got {what}. Return "
+            "for example loss.mean() from loss_fn."
         )
     return loss, aux
-
-
-def accepts(function: Callable, name: str) -> bool:
-    """Whether `function` has a parameter called `name`."""
-    return name in inspect.signature(function).parameters

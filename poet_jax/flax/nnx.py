@@ -1,6 +1,7 @@
-"""Training steps of `flax.nnx` modules within a budget."""
+"""Training steps of `flax.nnx` modules within a memory budget."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,25 +22,26 @@ from poet_jax.flax.losses import (
     scalar_and_aux,
 )
 from poet_jax.stores.paged import in_ram
-from poet_jax.update.items import Beneath
+from poet_jax.update.items import ArrayStep
 from poet_jax.update.part import EVERYTHING, Part
 from poet_jax.update.scheme import UpdateLike, parse_update
 
 
 class ScheduledModules:
-    """A function of nnx modules and arrays that runs within a budget; see
-    `schedule`."""
+    """A function of nnx modules and arrays within a budget; made by `schedule`."""
 
     def __init__(self, step: Callable, scheduled: Scheduled):
         functools.update_wrapper(self, step)
         self._scheduled = scheduled
-        self._same: Any = None  # a structure that a call left as it was
+        self._same: Any = None  # a structure that a call did not change
 
     def plan(self, *args: Any, **kwargs: Any) -> Schedule:
         """The schedule for arguments like these; runs nothing."""
         return self._scheduled.plan(*_split(args, kwargs)[:3])
 
-    def beneath(self, *args: Any, **kwargs: Any) -> tuple[Scheduled, tuple[Any, ...]]:
+    def array_step(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[Scheduled, tuple[Any, ...]]:
         """The scheduled function of arrays, and its arguments for these."""
         return self._scheduled, _split(args, kwargs)[:3]
 
@@ -70,15 +72,13 @@ class ScheduledModules:
 def schedule(
     step: Callable | None = None, budget: BudgetLike | None = None, **options: Any
 ) -> Any:
-    """Run `step` within a budget: replaces `nnx.jit(step)`, also as a decorator.
+    """Run `step` within a memory budget: use it in place of `nnx.jit`, or decorate.
 
-    Modules, optimizers and metrics among the arguments are updated in place, their
-    plain attributes, too; what `step` returns is returned, arrays only. The arrays that
-    variables held before the call are freed during it, as their replacements appear.
-    `nnx.clone` shares arrays with its model: for a snapshot that lasts, keep
-    `jax.tree.map(jnp.copy, nnx.state(model))`.
-    Options are those of `poet_jax.schedule`, without static and donated arguments.
-    Returns a `ScheduledModules`.
+    Modules, optimizers and metrics among the arguments are updated in place, plain
+    attributes included; `step` may return arrays only. The variables' old arrays are
+    freed during the call, so keep `jax.tree.map(jnp.copy, nnx.state(model))` as a
+    snapshot: `nnx.clone` shares them. Options are those of `poet_jax.schedule`, but for
+    static and donated arguments. Returns a `ScheduledModules`.
     """
     if not callable(step):
         given = step if budget is None else budget
@@ -101,14 +101,14 @@ def _split(args: Any, kwargs: Any):
     """(structure, variables, all other arrays, modules) of a call's arguments."""
     leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=nnx.graph.is_graph_node)
     is_module = tuple(map(nnx.graph.is_graph_node, leaves))
-    modules = [x for x, module in zip(leaves, is_module, strict=True) if module]
-    others = [x for x, module in zip(leaves, is_module, strict=True) if not module]
+    modules = list(itertools.compress(leaves, is_module))
+    others = [x for x in leaves if not nnx.graph.is_graph_node(x)]
     graphdef, variables, arrays = nnx.split(modules, nnx.Variable, ...)
     return (tree, is_module, graphdef), variables, (arrays, others), modules
 
 
 def _merge(structure: Any, variables: Any, rest: Any):
-    """(args, kwargs, the modules among them), new ones, from what `_split` gives."""
+    """New (args, kwargs, modules among them) from the results of `_split`."""
     tree, is_module, graphdef = structure
     arrays, others = rest
     modules = nnx.merge(graphdef, variables, arrays, copy=True)
@@ -118,7 +118,7 @@ def _merge(structure: Any, variables: Any, rest: Any):
 
 
 def _changed(old: Any, new: Any) -> Any:
-    """The leaves of the state `new` that are not those of `old`."""
+    """The leaves of `new` that are not the same objects in `old`."""
     known = dict(nnx.to_flat_state(old))
     leaves = nnx.to_flat_state(new)
     return nnx.from_flat_state((p, x) for p, x in leaves if known.get(p) is not x)
@@ -138,17 +138,17 @@ def _restructure(modules: Any, like: Any) -> None:
         for name in before.keys() - after.keys():
             delattr(old[path], name)
         for name, value in after.items():
-            # Data is set by `nnx.update`, where it was before, and is deleted by now.
+            # `nnx.update` sets data that was there before; the old data is deleted.
             data = any(map(nnx.is_data, jax.tree.leaves(value, is_leaf=nnx.is_data)))
             if name not in before or not (data or before[name] == value):
                 setattr(old[path], name, value)
 
 
 class PartOptimizer(nnx.Optimizer):
-    """An optimizer of a part of a model's parameters, whose state is of no others.
+    """An optimizer for a part of a model's parameters, with state for that alone.
 
     Attributes:
-      part: an `update.Part` of variables, as its channels and adapters are state.
+      part: an `update.Part` of variables, as channels and adapters are state.
     """
 
     def __init__(self, model: nnx.Module, tx: optax.GradientTransformation, part: Part):
@@ -162,7 +162,7 @@ class PartOptimizer(nnx.Optimizer):
         self.part = nnx.data(jax.tree.map(nnx.OptArray, part))
 
     def update(self, model: nnx.Module, grads: Any, /, **kwargs: Any) -> Any:
-        """Update the part in place; `grads` are of its trainable tree."""
+        """Update the part in place by `grads` of its trainable tree."""
         params = nnx.as_pure(nnx.state(model, self.wrt))
         part = nnx.as_pure(self.part)
         trainable = part.split(params)
@@ -180,7 +180,8 @@ class PartOptimizer(nnx.Optimizer):
 class TrainStep:
     """A training step of an nnx module; made by `train_step`.
 
-    `loss = step(batch)`, or `(loss, aux)`, updates `model` and `optimizer` in place.
+    `step(batch)` updates `model` and `optimizer` in place, and returns the loss, or
+    `(loss, aux)`.
     """
 
     def __init__(
@@ -201,9 +202,8 @@ class TrainStep:
         self._optimizer: Any = optimizer
         if self.scheme is not None and isinstance(optimizer, nnx.Optimizer):
             raise TypeError(
-                "An nnx.Optimizer was given together with update=. It has a state for "
-                "every parameter that it was made for, and that of a part is made for "
-                "the part. Give its optax transformation, optimizer=optimizer.tx."
+                "`update` needs an optax transformation, got an nnx.Optimizer, which "
+                "has state for all parameters. Pass optimizer=optimizer.tx."
             )
         if self.scheme is None and not isinstance(optimizer, nnx.Optimizer):
             self._optimizer = nnx.Optimizer(model, optimizer, wrt=nnx.Param)
@@ -212,17 +212,16 @@ class TrainStep:
 
     @property
     def optimizer(self) -> nnx.Optimizer:
-        """With the state of what is trained; AttributeError if that is unknown yet."""
+        """The optimizer. Raises AttributeError for `last_blocks` before a batch."""
         if not isinstance(self._optimizer, nnx.Optimizer):
             raise AttributeError(
-                "The optimizer of a step that trains the last blocks was asked for. "
-                "Its state is made when a batch shows what is used after them. Call "
-                "step.plan(batch) before."
+                "The optimizer of last_blocks is made when a batch shows what is used "
+                "after them. Call step.plan(batch) first."
             )
         return self._optimizer
 
     def _choose(self, batch: Any) -> None:
-        """Make the optimizer, if not made, of the part that the scheme trains."""
+        """Make the optimizer of the part that the scheme trains, if not made yet."""
         if isinstance(self._optimizer, nnx.Optimizer):
             return
         assert self.scheme is not None
@@ -238,8 +237,7 @@ class TrainStep:
         return scalar_and_aux(self._loss_fn(model, batch))
 
     def update(self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any):
-        """The step as a function of modules, to be run by `nnx.jit` without a
-        budget."""
+        """The step as a function of modules, to run with `nnx.jit` without a budget."""
         graphdef, params, rest = nnx.split(model, optimizer.wrt, ...)
         part = EVERYTHING
         if isinstance(optimizer, PartOptimizer):
@@ -252,36 +250,34 @@ class TrainStep:
             after, made, rest = nnx.split(replica, optimizer.wrt, ...)
             return loss, (aux, rest, after, made)
 
-        (loss, (aux, rest, after, made)), gradients = jax.value_and_grad(
-            loss_of, has_aux=True
-        )(part.split(params), rest)
-        if after != graphdef:  # plain attributes that the loss has changed
+        gradient_of = jax.value_and_grad(loss_of, has_aux=True)
+        (loss, (aux, rest, after, made)), grads = gradient_of(part.split(params), rest)
+        if after != graphdef:  # the loss has changed plain attributes
             _restructure(model, nnx.merge(after, made, rest, copy=True))
         if self.scheme is not None and self.scheme.statistics == "keep":
             rest = nnx.filter_state(rest, nnx.Not(nnx.BatchStat))
         nnx.update(model, rest)
-        optimizer.update(model, gradients)
+        optimizer.update(model, grads)
         return loss if aux is None else (loss, aux)
 
     def merged(self) -> nnx.Module:
-        """A copy of the model in RAM with adapters added to their kernels, to evaluate
-        or save."""
+        """A copy of the model in RAM with adapters added, to evaluate or save."""
         graphdef, params, rest = nnx.split(self.model, nnx.Param, ...)
         part = getattr(self.optimizer, "part", EVERYTHING)
         params = nnx.as_pure(part).merged(nnx.as_pure(params))
         return nnx.merge(graphdef, params, in_ram(rest), copy=True)
 
     def plan(self, batch: Any) -> Schedule:
-        """The schedule for batches like `batch`, arrays or shapes; runs nothing."""
+        """The schedule for a batch like this, arrays or shapes; runs nothing."""
         self._choose(batch)
         return self._scheduled.plan(self.model, self.optimizer, batch)
 
-    def beneath(self, batch: Any) -> Beneath:
+    def array_step(self, batch: Any) -> ArrayStep:
         """The step as a function of arrays, for `update.search`."""
         self._choose(batch)
         part = nnx.as_pure(getattr(self.optimizer, "part", EVERYTHING))
-        scheduled, args = self._scheduled.beneath(self.model, self.optimizer, batch)
-        return Beneath(scheduled, args, self.scheme, part, ("0/0", "0"), "0")
+        scheduled, args = self._scheduled.array_step(self.model, self.optimizer, batch)
+        return ArrayStep(scheduled, args, self.scheme, part, ("0/0", "0"), "0")
 
     def effects(self, batch: Any) -> Effects:
         """What each pass makes of the step's graph; see `Scheduled.effects`."""

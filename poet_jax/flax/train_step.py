@@ -1,4 +1,4 @@
-"""`train_step`: one call for both kinds of Flax model."""
+"""`train_step`, for both kinds of Flax model."""
 
 from typing import Any
 
@@ -21,23 +21,23 @@ def train_step(
     update: UpdateLike | None = None,
     **schedule_options: Any,
 ) -> nnx_steps.TrainStep | linen_steps.TrainStep:
-    """A training step of `model` within a memory budget.
+    """Make a training step of `model` within a memory budget.
 
     Args:
       model: an `nnx.Module` or a `linen.Module`.
       budget: as for `poet_jax.schedule`.
-      loss_fn: `loss_fn(model, batch)`, a scalar or `(scalar, aux)`. By default softmax
-        cross-entropy for integer labels and mean squared error for floating ones, on
+      loss_fn: returns a scalar or `(scalar, aux)` of `(model, batch)`. By default
+        softmax cross-entropy for integer labels, or mean squared error for floats, of
         `batch = (inputs, labels)`.
-      optimizer: an optax transformation, `optax.adamw(1e-3)` by default, or for nnx an
-        `nnx.Optimizer`.
-      update: which parameters to train: an `update.Update`, such as
-        `poet_jax.update.bias_only()`, or fractions by pattern of paths, such as
-        `{"**/bias": 1.0}`. By default all.
-      schedule_options: device, planner and executor, as for `poet_jax.schedule`.
+      optimizer: an optax transformation, or for nnx an `nnx.Optimizer`;
+        `optax.adamw(1e-3)` by default.
+      update: the parameters to train, all by default: an `update.Update`, such as
+        `poet_jax.update.bias_only()`, or fractions by pattern, such as
+        `{"**/bias": 1.0}`.
+      schedule_options: of `poet_jax.schedule`.
 
-    Returns a step: see `poet_jax.nnx.TrainStep` and `poet_jax.linen.TrainStep`. Raises
-    TypeError for any other model.
+    Returns a `poet_jax.nnx.TrainStep` or `poet_jax.linen.TrainStep`. Raises TypeError
+    for any other model.
     """
     if isinstance(model, nnx.Module):
         kind: Any = nnx_steps.TrainStep
@@ -45,8 +45,8 @@ def train_step(
         kind = linen_steps.TrainStep
     else:
         raise TypeError(
-            f"A training step was asked for of a {type(model).__name__}. A model is an "
-            "nnx.Module or a linen.Module. For anything else write the step as a "
-            "function and type poet_jax.schedule(step, budget, donate_argnums=0)."
+            "`model` must be an nnx.Module or a linen.Module, got a "
+            f"{type(model).__name__}. For anything else write the step as a function "
+            "and use poet_jax.schedule(step, budget, donate_argnums=0)."
         )
     return kind(model, budget, loss_fn, optimizer, update, **schedule_options)

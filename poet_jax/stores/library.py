@@ -1,13 +1,14 @@
-"""The C++ file that moves pages: built, loaded, and as functions that JAX can trace.
+"""Compile, load and call `pages.cc`, the C++ library that moves pages.
 
-`pages.cc` is compiled when the first page is to be moved, against the headers of the
-jaxlib that loads it, into the folder poet_jax of XDG_CACHE_HOME or of ~/.cache. So the
-package installs without a compiler. Importing this module compiles, loads and starts
-nothing. Its custom calls are XLA's on the CPU: `page_out` and `page_in` return at once,
-and one storage lane a process does the transfers in the order in which XLA comes to
-them, beside what XLA computes meanwhile.
+The library is compiled at the first page, against the headers of the installed jaxlib,
+into the folder poet_jax of $XDG_CACHE_HOME or ~/.cache. Importing this module compiles
+and loads nothing, so installing needs no compiler.
+
+`page_out` and `page_in` are asynchronous custom calls of XLA on the CPU. One storage
+lane per process runs the transfers in program order, overlapped with compute.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -34,7 +35,6 @@ from poet_jax.core.errors import PageStoreError
 _SOURCE = pathlib.Path(__file__).with_name("pages.cc")
 _OPTIONS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-pthread")
 _COMPILERS = ("c++", "g++", "clang++")
-_TARGETS = ("page_out", "page_in", "clock")
 _OTHERWISE = (
     "install one (Debian: apt-get install g++), or plan without paging with "
     "MilpPlanner(paging=False)."
@@ -46,8 +46,7 @@ _loaded: "ctypes.CDLL | PageStoreError | None" = None
 
 
 def problem() -> str:
-    """Why pages cannot be moved to files here; empty if they can. Builds the library if
-    need be."""
+    """Why pages cannot be moved to files here; empty if they can. May compile."""
     try:
         load()
     except PageStoreError as error:
@@ -56,14 +55,12 @@ def problem() -> str:
 
 
 def load() -> ctypes.CDLL:
-    """The library, with its custom calls known to XLA, once a process.
+    """The library, with its custom calls registered, compiled at the first call.
 
-    Raises PageStoreError if there is no compiler, or it failed; what was found the
-    first time is what every later call finds.
+    Raises PageStoreError if no compiler works; later calls raise the same error without
+    trying again.
     """
     global _loaded
-    if isinstance(_loaded, ctypes.CDLL):
-        return _loaded
     with _lock:
         if _loaded is None:
             try:
@@ -72,98 +69,83 @@ def load() -> ctypes.CDLL:
                 _loaded = error
             except OSError as error:
                 _loaded = PageStoreError(
-                    "Paging to files needs a C++ compiler, and what the one that was "
-                    f"found made could not be used ({error}); {_OTHERWISE}"
+                    "Paging to files needs a C++ compiler, and the library that it "
+                    f"made could not be loaded ({error}); {_OTHERWISE}"
                 )
-    if isinstance(_loaded, PageStoreError):
-        raise PageStoreError(*_loaded.args)
-    return _loaded
+        if isinstance(_loaded, PageStoreError):
+            raise PageStoreError(*_loaded.args)
+        return _loaded
 
 
 def _registered(library: ctypes.CDLL) -> ctypes.CDLL:
-    transfer = library.poet_jax_transfer
-    integer, pointer = ctypes.c_int64, ctypes.c_void_p
-    flags, text = [ctypes.c_int] * 3, ctypes.c_char_p
-    transfer.argtypes = [
-        *flags,
-        text,
-        pointer,
-        integer,
-        integer,
-        pointer,
-        text,
-        integer,
+    flag, size = ctypes.c_int, ctypes.c_int64
+    text, pointer = ctypes.c_char_p, ctypes.c_void_p
+    library.poet_jax_transfer.argtypes = [
+        *(flag, flag, flag, text, pointer, size, size, pointer, text, size)
     ]
-    transfer.restype = ctypes.c_int
-    for name in _TARGETS:
-        handler = getattr(library, f"poet_jax_{name}")
-        jax.ffi.register_ffi_target(
-            f"poet_jax_{name}", jax.ffi.pycapsule(handler), platform="cpu"
-        )
+    for name in ("poet_jax_page_out", "poet_jax_page_in", "poet_jax_clock"):
+        handler = jax.ffi.pycapsule(getattr(library, name))
+        jax.ffi.register_ffi_target(name, handler, platform="cpu")
     return library
 
 
 def _built() -> ctypes.CDLL:
+    """The library from the cache folder, compiled there if need be.
+
+    The file is named after everything that its contents depend on.
+    """
     compiler, version = _compiler()
-    described = (
-        _SOURCE.read_text(),
-        importlib.metadata.version("jaxlib"),
-        version,
-        platform.machine(),
-        *_OPTIONS,
+    jaxlib = importlib.metadata.version("jaxlib")
+    key = "\0".join(
+        (_SOURCE.read_text(), jaxlib, version, platform.machine(), *_OPTIONS)
     )
-    key = hashlib.sha256("\0".join(described).encode()).hexdigest()[:16]
+    name = f"pages-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    path = pathlib.Path(home) / "poet_jax" / f"pages-{key}.so"
-    try:
+    path = pathlib.Path(home) / "poet_jax" / name
+    with contextlib.suppress(OSError):  # not there yet, or broken
         return ctypes.CDLL(str(path))
-    except OSError:  # not there yet, or broken
-        pass
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            made = _compile(compiler, pathlib.Path(folder) / path.name)
-            os.replace(made, path)
+            os.replace(_compile(compiler, folder), path)
         return ctypes.CDLL(str(path))
     except PageStoreError:
         raise
-    except OSError:  # a home that cannot be written to, or does not run programs
+    except OSError:  # the home is read-only, or mounted noexec
         with tempfile.TemporaryDirectory(prefix="poet_jax-") as folder:
-            return ctypes.CDLL(
-                str(_compile(compiler, pathlib.Path(folder) / "pages.so"))
-            )
+            return ctypes.CDLL(_compile(compiler, folder))
 
 
 def _compiler() -> tuple[list[str], str]:
-    """(command, first line of what it says of its version)"""
+    """(command, first line of its --version) of $CXX or the first known compiler."""
     chosen = shlex.split(os.environ.get("CXX", ""))
     for command in filter(None, (chosen, *([name] for name in _COMPILERS))):
         if shutil.which(command[0]):
-            said = subprocess.run(
-                [*command, "--version"], capture_output=True, text=True
-            )
-            if said.returncode == 0:
-                return command, said.stdout.partition("\n")[0]
+            done = _run(*command, "--version")
+            if done.returncode == 0:
+                return command, done.stdout.partition("\n")[0]
     raise PageStoreError(
-        "Paging to files needs a C++ compiler, and none of $CXX, c++, g++, clang++ was "
-        f"found; {_OTHERWISE}"
+        f"Paging to files needs a C++ compiler, and none of $CXX, "
+        f"{', '.join(_COMPILERS)} was found; {_OTHERWISE}"
     )
 
 
-def _compile(compiler: list[str], path: pathlib.Path) -> pathlib.Path:
-    files = [f"-I{jax.ffi.include_dir()}", str(_SOURCE), "-o", str(path)]
-    done = subprocess.run(
-        [*compiler, *_OPTIONS, *files], capture_output=True, text=True
-    )
+def _compile(compiler: list[str], folder: str) -> str:
+    path = os.path.join(folder, "pages.so")
+    headers = f"-I{jax.ffi.include_dir()}"
+    done = _run(*compiler, *_OPTIONS, headers, str(_SOURCE), "-o", path)
     if done.returncode:
         lines = done.stderr.splitlines() or [f"exit status {done.returncode}"]
         said = next((line for line in lines if "error" in line), lines[0])
         raise PageStoreError(
-            f"Paging to files needs a C++ compiler that knows C++17, and "
-            f"{shlex.join(compiler)} said: {said!r}; "
-            f"{_OTHERWISE}"
+            f"Paging to files needs a C++17 compiler, and {shlex.join(compiler)} "
+            f"failed: {said!r}; {_OTHERWISE}"
         )
     return path
+
+
+def _run(*command: str) -> subprocess.CompletedProcess:
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 def page_out(
@@ -175,32 +157,27 @@ def page_out(
     name: str,
     blocks: Sequence[int] | None = None,
 ) -> jax.Array:
-    """Write `x` to a file, beside what is computed meanwhile, once `after` is there.
+    """Write `x` to a file, overlapped with compute; starts once `after` is computed.
 
     Args:
-      x: what is written; it stays in memory until it is.
-      after: an array whose contents do not matter, and which stays in memory, too.
+      x: stays in memory until it is written.
+      after: only orders the call; stays in memory as long as `x`.
       places: uint32 [P, 4], the same for all pages of a program: (descriptor, offset in
         sectors of 4096 bytes, flags, checksum). Bit 0 of the flags says that the
-        descriptor is open with O_DIRECT. The checksum does not matter here.
-      row: of `places`, where the first block goes; the next rows are the others'.
-      name: what errors call `x`.
-      blocks: bytes of each part of `x` that has a place of its own, B in all; None for
-        one part.
+        descriptor is open with O_DIRECT. The checksum is not read here.
+      row: of `places` for the first block; the other blocks take the rows after it.
+      name: of `x` in error messages.
+      blocks: [B] bytes of the parts of `x` with places of their own; None for one.
 
     Returns:
-      uint32 [B, 6] for each block: its checksum, the nanoseconds on the steady clock
-      at which its transfer began and stopped (each as low and high half), and 0. It is
-      there when all bytes are on storage.
+      uint32 [B, 6] per block: its checksum, the steady clock's nanoseconds when its
+      transfer began and ended (each as low and high half), and 0. Available when all
+      bytes are on storage. XLA drops a call whose record nobody reads.
 
-    Somebody has to read that: XLA leaves a call out whose results nobody needs. A
-    failure is one of the program that this is traced into; `page_error` reads it.
+    A failed transfer fails the program that this is traced into; see `page_error`.
     """
     return _call("page_out", _record(x.nbytes, blocks))(
-        x,
-        after,
-        places,
-        **_attributes(x.nbytes, row, name, blocks),
+        x, after, places, **_attributes(x.nbytes, row, name, blocks)
     )
 
 
@@ -214,18 +191,17 @@ def page_in(
     name: str,
     blocks: Sequence[int] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """What a `page_out` wrote, read once `after` is there.
+    """Read an array that `page_out` wrote; starts once `after` is computed.
 
     Args:
-      kind: (shape, dtype) of it.
-      after: an array whose contents do not matter.
-      written: what the `page_out` returned, if it is of the same program, with the
-        checksums of what is read; None if they are those in `places`.
-      places, row, name, blocks: as of `page_out`.
+      kind: (shape, dtype) of the array.
+      after: only orders the call.
+      written: the record of the `page_out` in the same program, for its checksums; None
+        if the checksums are those in `places`.
+      places, row, name, blocks: as for `page_out`.
 
     Returns:
-      (the array, uint32 [B, 6] as of `page_out`). Bytes that are not those that were
-      written are a failure of the program.
+      (the array, uint32 [B, 6] as from `page_out`). A wrong checksum fails the program.
     """
     array = jax.ShapeDtypeStruct(*kind)
     nbytes = math.prod(array.shape) * array.dtype.itemsize
@@ -244,10 +220,9 @@ def load_page(
     name: str,
     blocks: Sequence[int] | None = None,
 ) -> jax.Array:
-    """What lies at `places`, [B], as a new array; the rest is as for `page_in`.
+    """Read the array at `places`, [B] rows as for `page_in`, into memory of its own.
 
-    XLA reads it into the array's own memory, so that it is in RAM once. Raises
-    PageStoreError, naming `name`.
+    Raises PageStoreError, naming `name`.
     """
     shape, dtype = kind
     program = _loader((tuple(shape), dtype), None if blocks is None else tuple(blocks))
@@ -261,35 +236,32 @@ def load_page(
         raise PageStoreError(text) from error
 
 
-_LOADED = "loaded"  # for any name: a program that has one is compiled for that alone
+_LOADED = "loaded"  # stands for any name, so that one program serves all arrays
 
 
 @functools.cache
 def _loader(kind: tuple[tuple[int, ...], Any], blocks: tuple[int, ...] | None) -> Any:
     def load(places: jax.Array) -> jax.Array:
-        page, _ = page_in(
-            kind, jnp.uint32(0), None, places, row=0, name=_LOADED, blocks=blocks
-        )
-        return page
+        after = jnp.uint32(0)
+        return page_in(kind, after, None, places, row=0, name=_LOADED, blocks=blocks)[0]
 
     return jax.jit(load)
 
 
 def clock(*after: jax.Array) -> jax.Array:
-    """The steady clock's nanoseconds once all of `after` are there: uint32 [2], low and
-    high half.
+    """Steady clock's nanoseconds once `after` is computed: uint32 [2], low, high half.
 
-    XLA keeps the memory of `after` until then. So the operand of a `page_out` is not
-    given to what is computed meanwhile, which would have to wait for it, and what waits
-    for this does not begin before the `page_in`s that are asked for by then.
+    XLA keeps the memory of `after` until then. So nothing reuses the operand of a
+    `page_out` too early, and nothing that reads the clock starts before the `page_in`s
+    among `after`.
     """
     return _call("clock", jax.ShapeDtypeStruct((2,), np.uint32))(*after)
 
 
 def _call(name: str, results: Any) -> Any:
     load()
-    # Without side effects for JAX, which would dispatch the program more slowly and
-    # raise its error once more when the process ends.
+    # No side effects for JAX: they would slow dispatch, and raise the error again when
+    # the process exits.
     return jax.ffi.ffi_call(f"poet_jax_{name}", results)
 
 
@@ -305,20 +277,19 @@ def _attributes(
 
 
 def page_error(error: BaseException) -> PageStoreError | None:
-    """What a failed `page_out` or `page_in` said, found in the error of its program;
-    None if that failed for another reason.
+    """The error of a failed `page_out` or `page_in`, taken from its program's error.
 
-    That error is a JaxRuntimeError, or a ValueError where `jax.jit` calls a program by
-    its fast path.
+    None if the program failed for another reason. Pass a JaxRuntimeError, or the
+    ValueError of `jax.jit`'s fast path.
     """
     found = re.search(r"poet_jax: ([^\n]*)", str(error))
     return PageStoreError(found[1]) if found else None
 
 
 def write(descriptor: int, flags: int, data: np.ndarray, offset: int, name: str) -> int:
-    """Write `data`, contiguous uint8 [nbytes], on this thread; its checksum.
+    """Write `data`, contiguous uint8 [nbytes], on this thread; returns its checksum.
 
-    `flags` are as in the `places` of `page_out`, `offset` is in bytes. Raises
+    `flags` are as in the `places` of `page_out`; `offset` is in bytes. Raises
     PageStoreError, naming `name`.
     """
     return _transfer(True, descriptor, flags, data, offset, 0, name)
@@ -332,9 +303,9 @@ def read(
     checksum: int,
     name: str,
 ) -> None:
-    """Fill `into`, contiguous uint8 [nbytes], on this thread, with what has `checksum`.
+    """Fill `into`, contiguous uint8 [nbytes], on this thread, and verify `checksum`.
 
-    Raises PageStoreError, naming `name`, if that fails or the bytes are others.
+    Raises PageStoreError, naming `name`, if the transfer or the check fails.
     """
     _transfer(False, descriptor, flags, into, offset, checksum, name)
 
@@ -349,21 +320,12 @@ def _transfer(
     name: str,
 ) -> int:
     assert data.flags.c_contiguous and data.dtype == np.uint8
-    result, message = (
-        ctypes.c_uint32(checksum),
-        ctypes.create_string_buffer(_MESSAGE_BYTES),
-    )
+    result = ctypes.c_uint32(checksum)
+    message = ctypes.create_string_buffer(_MESSAGE_BYTES)
+    memory, address = (data.ctypes.data, data.nbytes), ctypes.addressof(result)
     failed = load().poet_jax_transfer(
-        out,
-        descriptor,
-        flags,
-        name.encode(),
-        data.ctypes.data,
-        data.nbytes,
-        offset,
-        ctypes.addressof(result),
-        message,
-        _MESSAGE_BYTES,
+        *(out, descriptor, flags, name.encode(), *memory, offset),
+        *(address, message, _MESSAGE_BYTES),
     )
     if failed:
         raise PageStoreError(message.value.decode(errors="replace"))

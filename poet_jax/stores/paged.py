@@ -1,4 +1,4 @@
-"""Arrays that live on storage between steps, and how a graph knows of them."""
+"""Arrays that live on storage between steps, and how a graph refers to them."""
 
 import contextlib
 import dataclasses
@@ -14,19 +14,16 @@ import numpy as np
 import poet_jax.stores.library as library
 from poet_jax.core.errors import PageStoreError
 from poet_jax.core.graph import Graph, Place
-from poet_jax.stores.store import SECTOR_BYTES, Store
+from poet_jax.stores.store import SECTOR_BYTES, Store, whole_sectors
 
-# Larger arrays are kept in blocks of rows of about this size, which a step can take one
-# at a time. Smaller ones than the second number are not worth a transfer.
-BLOCK_BYTES = 16 * 2**20
-SMALL_BYTES = 2**16
+BLOCK_BYTES = 16 * 2**20  # about the size of the row blocks of a larger array
+SMALL_BYTES = 2**16  # smaller arrays are not worth a transfer
 
-# Those with copies of blocks in RAM, if they are still there.
-copied: "list[weakref.ref[PagedArray]]" = []
+copied: "list[weakref.ref[PagedArray]]" = []  # arrays that may hold copies in RAM
 
 
 def row_blocks(shape: tuple[int, ...], dtype: Any) -> list[slice]:
-    """The rows (first dimension) of each block; all blocks but the last are equal."""
+    """Rows (first dimension) of each block, equally many in all blocks but the last."""
     rows = shape[0] if shape else 1
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     count = max(1, min(rows, math.ceil(nbytes / BLOCK_BYTES)))
@@ -38,43 +35,40 @@ def row_blocks(shape: tuple[int, ...], dtype: Any) -> list[slice]:
 def block_bytes(shape: tuple[int, ...], dtype: Any) -> tuple[int, ...]:
     """Bytes of each of `row_blocks`."""
     row_bytes = math.prod(shape[1:]) * np.dtype(dtype).itemsize
-    return tuple(
-        (rows.stop - rows.start) * row_bytes for rows in row_blocks(shape, dtype)
-    )
+    blocks = row_blocks(shape, dtype)
+    return tuple((rows.stop - rows.start) * row_bytes for rows in blocks)
 
 
 class PagedArray:
-    """An array that lives in a store: a leaf of a state that does not fit into RAM.
+    """An array in a store, for state that does not fit in RAM.
 
-    A function that `poet_jax.schedule` made takes it like a `jax.Array`, pages it in
-    where it is read, and gives a new one for it where it is donated. Anything else
-    reads it whole, by `np.asarray` or `jnp.asarray`. Its room in the store is free
-    again when it is deleted, donated or garbage. Where a plan has room for that, a step
-    leaves a copy of it in RAM for the next step, which any other step drops.
+    Pass it to a scheduled function like a `jax.Array`: the step pages it in where it is
+    read, and returns a new one where it is donated. `np.asarray` and `jnp.asarray` read
+    all of it. Its room in the store is freed when it is deleted, donated or garbage
+    collected. If the plan has room, a step leaves a copy in RAM for the next step; any
+    other step drops that copy.
 
     Attributes:
-      shape, dtype: as of the array.
-      store: where it is.
-      block_bytes: of each of its row blocks, which lie one after another in the store,
-        each from a sector on.
+      shape, dtype: of the array.
+      store: its Store.
+      block_bytes: [B] bytes of its row blocks, each at the next sector of the store.
     """
 
     def __init__(
         self, store: Store, shape: tuple[int, ...], dtype: Any, name: str = "array"
     ):
-        """Room for it, without contents yet; see `PagedArray.of`. PageStoreError,
-        naming `name`, if there is no room."""
+        """Allocate room without contents; `PagedArray.of` copies an array. Raises
+        PageStoreError, naming `name`, if there is no room."""
         if not isinstance(store, Store):
             raise TypeError(
-                f"An array was to be kept in {store!r}, which is not a store. A store "
-                "is an object of a subclass of poet_jax.stores.Store. Type for example "
-                "store = poet_jax.FileStore(folder)."
+                "`store` must be a poet_jax.stores.Store, got "
+                f"{store!r}; use poet_jax.FileStore(folder)"
             )
         self.store, self.shape, self.dtype = store, tuple(shape), np.dtype(dtype)
         self.block_bytes = block_bytes(self.shape, self.dtype)
         starts, end = [], 0
         for nbytes in self.block_bytes:
-            starts.append(-(-end // SECTOR_BYTES) * SECTOR_BYTES)
+            starts.append(whole_sectors(end))
             end = starts[-1] + nbytes
         self._generation = store.generation
         offset = store.allocate(end, name)
@@ -86,8 +80,8 @@ class PagedArray:
 
     @classmethod
     def of(cls, array: Any, store: Store, name: str = "array") -> "PagedArray":
-        """A copy of `array` in `store`, of the type that it has in JAX; PageStoreError,
-        naming `name`, if that fails."""
+        """Copy `array` into `store`, in JAX's dtype for it. Raises PageStoreError,
+        naming `name`."""
         array = np.asarray(array)
         array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
         paged = cls(store, array.shape, array.dtype, name)
@@ -108,37 +102,35 @@ class PagedArray:
 
     @property
     def copied_bytes(self) -> int:
-        """How many of its bytes are in RAM, too."""
+        """Bytes of its copies in RAM."""
         return sum(copy.nbytes for copy in self._copies.values())
 
     def is_deleted(self) -> bool:
         return not self._release.alive
 
     def delete(self) -> None:
-        """Free its room in the store, and in RAM."""
+        """Free its room in the store and its copies in RAM."""
         self._release()
         self._copies.clear()
 
     def places(
         self, block: int | None = None, name: str = "array"
     ) -> list[tuple[int, int, int, int]]:
-        """(descriptor, sector, flags, checksum) of a row block, or of each of them.
+        """(descriptor, sector, flags, checksum) of one row block, or of all.
 
-        These are rows of what `library.page_in` and `page_out` take. Raises
-        RuntimeError if the array was deleted, and PageStoreError if its store was
-        closed, naming `name`.
+        These are the rows that `library.page_in` and `page_out` take. Raises
+        RuntimeError for a deleted array and PageStoreError for a closed store, naming
+        `name`.
         """
         if self.is_deleted():
             raise RuntimeError(
-                f"{name!r} was to be paged in, and that PagedArray has been deleted. A "
-                "donated array cannot be used again. Use the one that the step "
-                "returned instead of it."
+                f"{name!r} cannot be paged in: its PagedArray has been deleted. A step "
+                "deletes the arrays donated to it; use those that it returned."
             )
         if self._generation != self.store.generation:
             raise PageStoreError(
-                f"{name!r} was to be paged in, and its store does not hold it. A "
-                "store forgets everything when it is closed. Keep it open as long "
-                "as its PagedArrays are in use."
+                f"{name!r} cannot be paged in: its store was closed, and forgets "
+                "everything then. Keep the store open while its PagedArrays are in use."
             )
         descriptor, flags = self.store.descriptor(), int(self.store.is_direct)
         return [
@@ -147,12 +139,12 @@ class PagedArray:
         ]
 
     def set_checksums(self, block: int | None, checksums: Sequence[int]) -> None:
-        """Say what was written to a row block, or to each of them."""
+        """Record the checksums of what was written to one row block, or to all."""
         for k, checksum in zip(self._numbers(block), checksums, strict=True):
             self._checksums[k] = int(checksum)
 
     def write(self, data: np.ndarray, block: int | None, name: str) -> None:
-        """Set all bytes, or those of a row block, from `data` [nbytes] of uint8."""
+        """Write `data`, uint8 [nbytes], to one row block, or to all."""
         written = [
             library.write(descriptor, flags, part, sector * SECTOR_BYTES, name)
             for part, (descriptor, sector, flags, _) in self._parts(data, block, name)
@@ -160,28 +152,25 @@ class PagedArray:
         self.set_checksums(block, written)
 
     def read(self, into: np.ndarray, block: int | None, name: str) -> None:
-        """Fill `into` [nbytes] of uint8 with all bytes, or those of a row block."""
-        for part, (descriptor, sector, flags, checksum) in self._parts(
-            into, block, name
-        ):
+        """Fill `into`, uint8 [nbytes], from one row block, or from all."""
+        for part, place in self._parts(into, block, name):
+            descriptor, sector, flags, checksum = place
             offset = sector * SECTOR_BYTES
             library.read(descriptor, flags, part, offset, checksum, name)
 
     def keep_copy(self, block: int | None, copy: jax.Array) -> None:
-        """Hold `copy`, of all or of a row block, in RAM until it is taken or
-        dropped."""
+        """Hold a copy of one row block, or of all, until it is taken or dropped."""
         self._copies[block] = copy
         copied.append(weakref.ref(self))
 
     def take_copy(self, block: int | None) -> jax.Array | None:
-        """The copy in RAM of all, or of a row block, which this does not hold any
-        more; None if there is none."""
+        """Hand over the copy of one row block, or of all; None without one."""
         return self._copies.pop(block, None)
 
     def _numbers(self, block: int | None) -> range:
-        if block is None:
-            return range(len(self.block_bytes))
-        return range(block, block + 1)
+        return (
+            range(len(self.block_bytes)) if block is None else range(block, block + 1)
+        )
 
     def _parts(
         self, data: np.ndarray, block: int | None, name: str
@@ -196,10 +185,10 @@ class PagedArray:
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
             raise ValueError(
-                "A PagedArray was asked for as a NumPy array without a copy. It is on "
-                "storage, so that every array of it is a copy. Leave copy=False out."
+                "A PagedArray cannot become a NumPy array without a copy: it is on "
+                "storage. Leave copy=False out."
             )
-        # From a page of memory on, transfers need no copy.
+        # Transfers to page-aligned memory need no copy.
         memory = np.empty(self.nbytes + SECTOR_BYTES, np.uint8)
         data = memory[-memory.ctypes.data % SECTOR_BYTES :][: self.nbytes]
         self.read(data, None, str(self))
@@ -208,8 +197,8 @@ class PagedArray:
 
     def __reduce__(self):
         raise TypeError(
-            f"{self} was to be pickled or copied. It is a place in a store, which no "
-            "other process has. Save np.asarray of it instead."
+            f"{self} cannot be pickled or copied: it is a place in this process's "
+            "store. Save np.asarray of it instead."
         )
 
     def __repr__(self) -> str:
@@ -218,7 +207,7 @@ class PagedArray:
 
 
 def drop_copies() -> None:
-    """Leave every `PagedArray` on storage alone."""
+    """Free all copies of `PagedArray`s in RAM."""
     while copied:
         with contextlib.suppress(IndexError):  # another thread was first
             if paged := copied.pop()():
@@ -226,12 +215,10 @@ def drop_copies() -> None:
 
 
 def in_ram(tree: Any) -> Any:
-    """`tree` with ordinary arrays instead of `PagedArray`s."""
-
-    def read(leaf: Any) -> Any:
-        return jnp.asarray(leaf) if isinstance(leaf, PagedArray) else leaf
-
-    return jax.tree.map(read, tree)
+    """`tree` with every `PagedArray` read into an ordinary array."""
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, PagedArray) else leaf, tree
+    )
 
 
 def _free(store: Store, offset: int, generation: int) -> None:
@@ -242,16 +229,15 @@ def _free(store: Store, offset: int, generation: int) -> None:
 def at_home(graph: Graph, paged: Collection[int]) -> Graph:
     """`graph` with the flat arguments numbered in `paged` on storage.
 
-    An output takes the home of the donated argument that it replaces: as under
-    `jax.jit`, the first of its shape and dtype that is no earlier one's, in RAM or not.
-    Small donated arguments are not freed during the step, so that a step that fails
-    leaves the whole state as it was.
+    An output is written to the place of the donated argument that it replaces. As in
+    `jax.jit`, an argument is replaced by the first output of its shape and dtype that
+    no earlier argument took. Small donated arguments are not freed during the step, so
+    that a failed step leaves the whole state intact.
     """
     stored = {graph.arguments[leaf]: Place(leaf) for leaf in sorted(paged)}
-    outputs = list(enumerate(graph.outputs))
     unpaired = {
         leaf: v
-        for leaf, v in outputs
+        for leaf, v in enumerate(graph.outputs)
         if v in graph.producer and graph.values[v].pageable
     }
     landing: dict[int, Place] = {}
@@ -264,20 +250,18 @@ def at_home(graph: Graph, paged: Collection[int]) -> Graph:
                     landing[output] = Place(leaf, replaces=stored[value].leaf)
                 del unpaired[leaf]
                 break
-    donated = {
+    donated = frozenset(
         v for v in graph.donated if v in stored or graph.values[v].nbytes >= SMALL_BYTES
-    }
-    return dataclasses.replace(
-        graph, stored=stored, landing=landing, donated=frozenset(donated)
     )
+    return dataclasses.replace(graph, stored=stored, landing=landing, donated=donated)
 
 
 def land(graph: Graph, min_bytes: int) -> Graph:
-    """`graph` with computed outputs of at least `min_bytes` on storage at the end."""
+    """`graph` with computed outputs of at least `min_bytes` paged out at its end."""
     landing: dict[int, Place] = {}
     for leaf, value in enumerate(graph.outputs):
         described = graph.values[value]
         large = described.nbytes >= min_bytes and described.pageable
-        if large and value in graph.producer and value not in landing:
-            landing[value] = Place(leaf)
+        if large and value in graph.producer:
+            landing.setdefault(value, Place(leaf))
     return dataclasses.replace(graph, landing=landing)

@@ -1,12 +1,10 @@
 // Pages between memory and a file: asynchronous custom calls of XLA:CPU, and the same
 // transfers as plain C functions.
 //
-// What happens to a transfer under way when something else of its execution fails? The
-// executor of XLA:CPU then runs no further thunks, but its event becomes available only
-// when every thunk that was begun has completed; until then it keeps arguments, results
-// and arena. So no transfer here outlives the memory that it works on, and nothing has
-// to be cancelled. (Where a sequence has few thunks, or only small ones, XLA waits for
-// each of them.)
+// A transfer never outlives its memory, so none is ever cancelled. If another thunk of
+// the execution fails, XLA:CPU starts no more thunks, but keeps arguments, results and
+// arena until every thunk already started has completed. (In a sequence of few or small
+// thunks XLA waits for each of them.)
 
 #include <fcntl.h>
 #include <unistd.h>
@@ -53,15 +51,14 @@ uint64_t Now() {
 
 void Stamp(uint32_t* to, uint64_t time) { to[0] = time, to[1] = time >> 32; }
 
-// Of each sector, the sum of every eighth 64-bit word, and the sum of those sums on the
-// way; then hashes of these, each step a bijection of what comes and of what came
-// before. So one word that differs, words of another order and sectors of another order
-// are seen; only then are 64 bits folded into the 32 that are kept. Moving bytes takes
-// much longer than this.
+// Per sector and lane of 64-bit words: the sum, and the sum of the running sums; then a
+// hash of both, each step a bijection of the new word and of the old hash. It detects a
+// changed word, swapped words and swapped sectors, before 64 bits fold into 32. It is
+// much faster than the transfer.
 class Checksum {
  public:
-  // Adds [from, from + n), and copies it to `to` if that is another place. Only the
-  // last part may end within a sector.
+  // Adds [from, from + n), and copies it to `to` unless they are the same. Only the last
+  // part may end within a sector.
   void Add(const char* from, char* to, int64_t n) {
     for (int64_t at = 0; at < n; at += kSector) {
       Words sums{}, weighted{};
@@ -102,7 +99,7 @@ class Checksum {
 
 std::string Reason(int error) { return std::generic_category().message(error); }
 
-// Two chunks of memory that start at sectors, once they are needed.
+// Two sector-aligned chunks of memory, allocated when first needed.
 struct Buffers {
   struct Free {
     void operator()(void* x) const { std::free(x); }
@@ -127,8 +124,8 @@ struct Page {
   int64_t size, offset;
 };
 
-// Moves `size` bytes of a chunk; empty, or the reason why not. A direct transfer is of
-// whole sectors, of which the last may reach beyond the page.
+// Moves `size` bytes of a chunk; returns the error, empty if none. A direct transfer
+// moves whole sectors; the last may reach beyond the page.
 std::string MoveChunk(const Page& page, char* memory, int64_t size, int64_t offset) {
   int64_t whole = page.direct ? WholeSectors(size) : size;
   int64_t needed = page.out ? whole : size;
@@ -149,8 +146,8 @@ std::string MoveChunk(const Page& page, char* memory, int64_t size, int64_t offs
   return "";
 }
 
-// Moves a page; empty, or the reason why not. One chunk is summed up, and copied if it
-// has to be, while another is on its way.
+// Moves a page; returns the error, empty if none. Checksums one chunk, and copies it if
+// need be, while another is in transfer.
 std::string Move(const Page& page, Buffers& buffers, uint32_t* checksum) {
   const int64_t count = (page.size + kChunk - 1) / kChunk;
   auto size = [&](int64_t k) { return std::min(kChunk, page.size - k * kChunk); };
@@ -169,10 +166,10 @@ std::string Move(const Page& page, Buffers& buffers, uint32_t* checksum) {
       return MoveChunk(page, memory(k), size(k), page.offset + k * kChunk);
     };
     try {
-      // A single chunk has nothing to go on beside.
+      // A single chunk has nothing to overlap with.
       auto policy = count == 1 ? std::launch::deferred : std::launch::async;
       moving[k % 2] = std::async(policy, move);
-    } catch (const std::system_error&) {  // no thread to be had
+    } catch (const std::system_error&) {  // no thread available
       moving[k % 2] = std::async(std::launch::deferred, move);
     }
   };
@@ -197,7 +194,7 @@ std::string Move(const Page& page, Buffers& buffers, uint32_t* checksum) {
       if (k + 2 < count) start(k + 2);
     }
   }
-  for (auto& x : moving) x = {};  // waits for what is still under way
+  for (auto& x : moving) x = {};  // waits for transfers in flight
   if (error.empty() && !page.direct && page.size) {
 #if defined(__linux__)
     if (page.out && fdatasync(page.descriptor) && errno != EINVAL)
@@ -210,7 +207,8 @@ std::string Move(const Page& page, Buffers& buffers, uint32_t* checksum) {
   return error;
 }
 
-// `Move` and, for a page-in, a look at the checksum; empty, or what to tell the user.
+// `Move`, and for a page-in a check of the checksum; returns the user's error message,
+// empty if none.
 std::string Transfer(const Page& page, Buffers& buffers, std::string_view name,
                      uint32_t* checksum) {
   uint32_t expected = *checksum;
@@ -219,26 +217,26 @@ std::string Transfer(const Page& page, Buffers& buffers, std::string_view name,
     error = "the bytes are not those that were written";
   if (error.empty()) return "";
   std::string text = "'" + std::string(name) + "' (" + std::to_string(page.size) +
-                     " bytes) was to be paged " + (page.out ? "out" : "in") +
-                     ", which failed: " + error + ". ";
+                     " bytes) could not be paged " + (page.out ? "out" : "in") + ": " +
+                     error + ". ";
   text += page.out ? "Nothing else in its store was changed. "
                    : "No wrong bytes were used. ";
   if (fcntl(page.descriptor, F_GETFD) < 0)
     text += "Keep a store as long as a step that pages to it runs.";
   else if (page.out)
-    text += "Free some room in the store's folder, type FileStore(another_folder), or "
-            "limit the plan with Budget(store_bytes=...).";
+    text += "Free disk space, use FileStore(another_folder), or limit the plan with "
+            "Budget(store_bytes=...).";
   else
-    text += "Check the store's disk, or type FileStore(another_folder).";
+    text += "Check the store's disk, or use FileStore(another_folder).";
   return text;
 }
 
-// One transfer at a time, in the order in which they were asked for.
+// Runs one transfer at a time, in the order of the requests.
 //
-// XLA goes on with the program, computing, on the thread that completes a future. So
-// where there is another transfer to do, the thread that is in the lane leaves that to
-// another thread. Threads are started where none is idle: there are as many as XLA
-// computes on at once, and one. They inherit how XLA treats denormal numbers.
+// XLA continues the program on the thread that completes a future. So the thread in the
+// lane hands further transfers to another thread before it completes one. A thread is
+// started when none is idle: at most one more than XLA computes on at once. They inherit
+// XLA's handling of denormal numbers.
 class Lane {
  public:
   using Transfers = std::function<std::string(Buffers&)>;
@@ -251,7 +249,7 @@ class Lane {
     to_do_.emplace_back(std::move(transfers), promise);
     if (!is_busy_ && !Wake()) {
       to_do_.pop_back();
-      Complete(promise, "there is no thread for paging to be had.");
+      Complete(promise, "no thread could be started for paging.");
     }
     return future;
   }
@@ -262,7 +260,7 @@ class Lane {
   }
 
  private:
-  // False if there is no idle thread, and none to be had.
+  // False if no thread is idle and none can be started.
   bool Wake() {
     if (!idle_) try {
       std::thread(&Lane::Work, this).detach();
@@ -306,8 +304,8 @@ class Lane {
   std::mutex mutex_;
   std::condition_variable waiting_;
   std::deque<std::pair<Transfers, ffi::Promise>> to_do_;
-  std::deque<std::pair<ffi::Promise, std::string>> done_;  // that XLA does not know of
-  Buffers buffers_;  // of the thread that is in the lane
+  std::deque<std::pair<ffi::Promise, std::string>> done_;  // not yet reported to XLA
+  Buffers buffers_;  // of the thread in the lane
   bool is_busy_ = false;
   int idle_ = 0;
 };
@@ -317,9 +315,9 @@ Lane& TheLane() {
   return *lane;
 }
 
-// Puts the transfer of `size` bytes at `data`, in `blocks` that lie where the rows of
-// `places` from `row` on say, on the lane. The expected checksums are in the records
-// `written` of a page-out, or if that is `places`, too, in there.
+// Queues the transfer of `size` bytes at `data`, in `blocks` placed by the rows of
+// `places` from `row` on. `written` holds the expected checksums: the records of a
+// page-out, or `places` itself.
 ffi::Future Start(bool out, void* data, int64_t size, Table places,
                   Table written, uint32_t* record, int64_t row, std::string_view name,
                   ffi::Span<const int64_t> blocks) {
@@ -398,8 +396,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(
     poet_jax_clock, Clock,
     ffi::Ffi::Bind().RemainingArgs().Ret<Pair>());
 
-// A transfer on the caller's thread: writes and gives `*checksum`, or reads and holds
-// what is read against it. 0, or 1 and what to tell the user in `message`.
+// Transfers on the caller's thread: writes and sets `*checksum`, or reads and verifies
+// it. Returns 0, or 1 with the error in `message`.
 extern "C" int poet_jax_transfer(int out, int descriptor, int flags, const char* name,
                                  void* data, int64_t size, int64_t offset,
                                  uint32_t* checksum, char* message, int64_t capacity) {

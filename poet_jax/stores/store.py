@@ -1,4 +1,4 @@
-"""Where pages lie: a file descriptor, and room in it that is given out by sectors."""
+"""Stores for pages: a file, and the allocation of its sectors."""
 
 import bisect
 import collections
@@ -16,22 +16,19 @@ from poet_jax.core.errors import PageStoreError
 
 logger = logging.getLogger("poet_jax")
 
-SECTOR_BYTES = 4096  # what every page starts at
+SECTOR_BYTES = 4096  # every page starts at a multiple of this
 _IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Store:
     """Room for pages in a file that this process has open.
 
-    A subclass says in `open` which file that is; everything else has defaults. The
-    file is opened when it is first needed. Several threads may use a store at a time,
-    and `free` may be called for garbage, in the middle of anything.
+    A subclass implements `open`, which is called at the first use. Stores are thread
+    safe, and the garbage collector may call `free` at any time.
 
     Attributes:
-      is_direct: whether the file, once open, is read and written past the system's page
-        cache (O_DIRECT).
-      generation: how often the store was closed. What was allocated before the last
-        time is gone.
+      is_direct: whether the open file bypasses the page cache (O_DIRECT).
+      generation: how often the store was closed; closing frees all that was allocated.
     """
 
     is_direct: bool = False
@@ -40,22 +37,24 @@ class Store:
         self.generation = 0
         self._file: IO[bytes] | None = None
         self._lengths: dict[int, int] = {}  # in bytes, by offset
-        self._holes: list[tuple[int, int]] = []  # (offset, length), sorted, apart
-        self._end = 0  # of what is allocated
-        self._size = 0  # of the file, as far as the disk is known to have it
+        self._holes: list[
+            tuple[int, int]
+        ] = []  # (offset, length), sorted, not adjacent
+        self._end = 0  # of the last allocation
+        self._size = 0  # of the file's part that is allocated on disk
         self._lock = threading.Lock()
         self._leaving: collections.deque[int] = collections.deque()
 
     def open(self) -> IO[bytes]:
-        """A file for reading and writing, empty or not, that only this store uses.
+        """Open a file for reading and writing that only this store uses.
 
-        An OSError of it becomes a PageStoreError. It is closed with the store's end.
+        An OSError becomes a PageStoreError. The file is closed with the store.
         """
         raise NotImplementedError
 
     @property
     def place(self) -> str:
-        """Where the pages are, for messages."""
+        """Where the pages are, for error messages."""
         return type(self).__name__
 
     @property
@@ -65,28 +64,27 @@ class Store:
             return sum(self._lengths.values())
 
     def descriptor(self) -> int:
-        """The open file's number; PageStoreError if it cannot be opened."""
+        """The open file's descriptor. Raises PageStoreError if it cannot be opened."""
         with self._locked():
             try:
                 return self._descriptor()
             except OSError as error:
                 raise PageStoreError(
-                    f"{self.place} was to be opened for pages, which failed: "
-                    f"{error.strerror}. Nothing was paged. Make it writable, or type "
-                    "FileStore(another_folder)."
+                    f"{self.place} cannot be opened for pages: {error.strerror}. Make "
+                    "it writable, or use FileStore(another_folder)."
                 ) from error
 
     def allocate(self, nbytes: int, name: str) -> int:
-        """Offset of room for `nbytes`, a multiple of 4096, which is on the disk where
-        the system can say so; PageStoreError, naming `name`, if there is none."""
+        """Allocate `nbytes`, on disk where the system can; returns their offset, a
+        multiple of 4096. Raises PageStoreError, naming `name`, if there is no room."""
         with self._locked():
             try:
-                offset, holes, end = self._found(_whole_sectors(nbytes))
+                offset, holes, end = self._found(whole_sectors(nbytes))
                 self._grow(end)
             except OSError as error:
                 raise PageStoreError(
-                    f"{name!r} ({nbytes} bytes) was to be paged out to {self.place}, "
-                    f"which failed: {error.strerror}. The store holds "
+                    f"{name!r} ({nbytes} bytes) cannot be paged out to {self.place}: "
+                    f"{error.strerror}. The store holds "
                     f"{sum(self._lengths.values())} bytes. {_MORE_ROOM}"
                 ) from error
             self._holes, self._end = holes, end
@@ -94,9 +92,9 @@ class Store:
             return offset
 
     def free(self, offset: int) -> None:
-        """Give back what `allocate` gave since the store was last closed."""
-        # Also called for garbage, in the middle of whatever this or another thread
-        # does; then whoever has the lock next does it.
+        """Free an allocation made since the store was last closed."""
+        # The garbage collector calls this while any thread, this one included, may hold
+        # the lock; its next holder then frees.
         self._leaving.append(offset)
         if self._lock.acquire(blocking=False):
             try:
@@ -105,29 +103,28 @@ class Store:
                 self._lock.release()
 
     def reserve(self, nbytes: int) -> None:
-        """Take room on the disk for `nbytes` more than are allocated.
+        """Allocate disk space for `nbytes` beyond those allocated.
 
-        Raises PageStoreError, and leaves the file as it was, if the disk has less.
-        Where the file system cannot say, or what is allocated lies scattered, later
-        room may still not be had.
+        Raises PageStoreError, and leaves the file unchanged, if the disk is too full.
+        No guarantee where the file system cannot preallocate or holes are scattered.
         """
         with self._locked():
             free = sum(length for _, length in self._holes)
             try:
-                self._grow(self._end + max(0, _whole_sectors(nbytes) - free))
+                self._grow(self._end + max(0, whole_sectors(nbytes) - free))
             except OSError as error:
                 raise PageStoreError(
-                    f"A step was to page up to {nbytes} bytes to {self.place}, which "
-                    f"has no room for them: {error.strerror}. The store holds "
-                    f"{sum(self._lengths.values())} bytes, and the step has not begun. "
+                    f"{self.place} has no room for the {nbytes} bytes that the step "
+                    f"may page out: {error.strerror}. It holds "
+                    f"{sum(self._lengths.values())} bytes; the step has not begun. "
                     f"{_MORE_ROOM}"
                 ) from error
 
     def close(self) -> None:
-        """Forget everything and give the room back; the store may be used again.
+        """Free all pages and their disk space; the store may be used again.
 
-        The file stays open, and empty, as long as the store is referred to: a transfer
-        that is still under way never meets another file by its number.
+        The file stays open and empty while the store is alive, so that no transfer in
+        flight meets another file under its descriptor.
         """
         with self._locked():
             self.generation += 1
@@ -140,7 +137,7 @@ class Store:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """For one thread at a time, and after all that was to be freed is."""
+        """Hold the lock, after freeing what `free` could not."""
         with self._lock:
             self._forget()
             yield
@@ -152,9 +149,9 @@ class Store:
         return self._file.fileno()
 
     def _grow(self, end: int) -> None:
-        """Have the file's first `end` bytes on the disk, where it can be told to."""
+        """Allocate the file's first `end` bytes on disk, where the system can."""
         descriptor = self._descriptor()
-        if end > SECTOR_BYTES * 2**32:  # the sectors that a place can name
+        if end > SECTOR_BYTES * 2**32:  # the uint32 of a place
             raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
         if end <= self._size or not hasattr(os, "posix_fallocate"):
             return
@@ -168,8 +165,7 @@ class Store:
         self._size = end
 
     def _found(self, nbytes: int) -> tuple[int, list[tuple[int, int]], int]:
-        """(offset of the first hole that is large enough, or else of the end; holes and
-        end without it)"""
+        """First fit: (offset, holes and end after allocating there)."""
         for index, (offset, length) in enumerate(self._holes):
             if length >= nbytes > 0:
                 rest = [(offset + nbytes, length - nbytes)] if length > nbytes else []
@@ -184,7 +180,7 @@ class Store:
             length = self._lengths.pop(offset, None)
             if length is None:
                 continue
-            size = max(_whole_sectors(length), SECTOR_BYTES)
+            size = max(whole_sectors(length), SECTOR_BYTES)
             bisect.insort(self._holes, (offset, size))
             merged: list[tuple[int, int]] = []
             for hole, size in self._holes:
@@ -196,22 +192,21 @@ class Store:
 
 
 _MORE_ROOM = (
-    "Free some room there, type FileStore(another_folder), or limit the plan with "
+    "Free disk space, use FileStore(another_folder), or limit the plan with "
     "Budget(store_bytes=...)."
 )
 
 
 class FileStore(Store):
-    """One file without a name in `folder`, which vanishes with the process that made
-    it.
+    """An unnamed temporary file in `folder`, which vanishes with the process.
 
-    The file is opened at the first write. As it has no name, neither an exception nor a
-    killed process leaves anything behind. What is read is checked against its length
-    and a checksum. The default folder is the system's one for temporary files, or
-    /var/tmp where that one is in RAM. A folder in RAM is a warning.
+    Neither an exception nor a killed process leaves a file behind. Every page read is
+    verified by length and checksum. The default folder is the system's temporary one,
+    or /var/tmp where that is in RAM; a folder in RAM gives a warning. Transfers bypass
+    the page cache (O_DIRECT) where they can, and else leave nothing in it, as it is RAM
+    that no budget counts.
 
-    Transfers go past the system's page cache, which would be RAM beyond every budget,
-    or where the file system does not know such transfers, leave nothing in it.
+    Raises PageStoreError for a folder that does not exist or is not writable.
     """
 
     def __init__(self, folder: str | os.PathLike | None = None):
@@ -219,20 +214,18 @@ class FileStore(Store):
         self.folder = os.fspath(folder) if folder is not None else _default_folder()
         if not os.path.isdir(self.folder):
             raise PageStoreError(
-                f"A FileStore was asked for in {self.folder!r}, which is not a folder. "
-                "It needs a folder that exists and is writable. Create it with "
+                f"FileStore: {self.folder!r} is not a folder. Create it with "
                 f"os.makedirs({self.folder!r}), or leave the argument out."
             )
         if not os.access(self.folder, os.W_OK | os.X_OK):
             raise PageStoreError(
-                f"A FileStore was asked for in {self.folder!r}, which is not writable. "
-                "It needs a folder that this user may write to. Type another one, or "
+                f"FileStore: {self.folder!r} is not writable. Use another folder, or "
                 "change its permissions."
             )
         if _is_in_ram(self.folder):
             logger.warning(
-                "a FileStore was made in %s, which is in RAM: its pages take memory "
-                "that no budget counts. Type poet_jax.FileStore(folder) with a folder "
+                "the FileStore's folder is %s, which is in RAM: its pages take memory "
+                "that no budget counts. Use poet_jax.FileStore(folder) with a folder "
                 "on a disk",
                 self.folder,
             )
@@ -248,11 +241,10 @@ class FileStore(Store):
 
 
 class HostStore(Store):
-    """Memory of the host: for accelerators, whose memory is another, and tests.
+    """Host memory: for accelerators, which have memory of their own, and for tests.
 
-    Between an accelerator and the host a program moves pages by itself. On the CPU they
-    are in an anonymous file in RAM (Linux's memfd), beyond every budget, and take the
-    way that those of a `FileStore` take.
+    On an accelerator XLA moves the pages. On the CPU they go to an anonymous file in
+    RAM (Linux's memfd), which no budget counts, in the same way as to a `FileStore`.
     """
 
     @property
@@ -261,13 +253,12 @@ class HostStore(Store):
 
     def open(self) -> IO[bytes]:
         if not hasattr(os, "memfd_create"):
-            raise OSError(
-                errno.ENOSYS, "this system has no files in memory (memfd_create)"
-            )
+            raise OSError(errno.ENOSYS, "this system has no memfd_create")
         return os.fdopen(os.memfd_create("poet_jax"), "r+b", buffering=0)
 
 
-def _whole_sectors(nbytes: int) -> int:
+def whole_sectors(nbytes: int) -> int:
+    """`nbytes` rounded up to a multiple of a sector."""
     return -(-nbytes // SECTOR_BYTES) * SECTOR_BYTES
 
 
@@ -280,7 +271,7 @@ def _default_folder() -> str:
 
 
 def _is_in_ram(folder: str) -> bool:
-    """Whether the folder's file system keeps files in memory, where Linux says so."""
+    """Whether the folder is on a tmpfs or ramfs, by Linux's list of mounts."""
     path = os.path.join(os.path.realpath(folder), "")
     try:
         with open("/proc/self/mounts") as file:
@@ -288,14 +279,13 @@ def _is_in_ram(folder: str) -> bool:
     except OSError:
         return False
     above = [m for m in mounts if path.startswith(os.path.join(m[0], ""))]
-    # Of several at one place the last one counts.
-    longest = max((len(place) for place, _ in above), default=0)
-    kinds = [kind for place, kind in above if len(place) == longest]
-    return kinds[-1:] in (["tmpfs"], ["ramfs"])
+    # Of several mounts at one place the last one counts.
+    _, kind = max(reversed(above), key=lambda mount: len(mount[0]), default=("", ""))
+    return kind in ("tmpfs", "ramfs")
 
 
 def _make_direct(descriptor: int) -> bool:
-    """Let transfers go past the system's page cache, if it can."""
+    """Bypass the page cache from now on; False if the system cannot."""
     try:
         import fcntl
 

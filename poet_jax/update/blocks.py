@@ -1,4 +1,4 @@
-"""The blocks of a model, as seen in the paths of its parameters and in its loss."""
+"""Find the blocks of a model in its parameters' paths, and their order in its loss."""
 
 import math
 import re
@@ -11,7 +11,10 @@ from poet_jax.core.trace import trace
 
 
 def numbered_blocks(sizes: dict[str, int]) -> list[list[str]]:
-    """Paths of each of the numbered blocks, by number; see `last_blocks`."""
+    """Paths of each block, in order of their numbers; see `last_blocks`.
+
+    `sizes` are the parameters' sizes by path.
+    """
     families: dict[tuple[str, str], dict[int, list[str]]] = {}
     for path in sizes:
         steps = path.split("/")
@@ -38,23 +41,19 @@ def numbered_blocks(sizes: dict[str, int]) -> list[list[str]]:
 
 
 def first_uses(loss: Callable, params: Any, rest: tuple) -> list[float]:
-    """For each leaf, the place in the computation where it first meets another value.
+    """Per leaf of `params`, the number of the first equation that uses it.
 
-    Infinite for a leaf that is not used. A cast or another equation of that leaf alone
-    is no use of it, as those of all leaves may stand at the beginning.
+    Infinite for an unused leaf. An equation of that leaf alone, such as a cast, is no
+    use, since all leaves may be cast at the start.
     """
     graph = trace(loss, *jax.eval_shape(lambda *args: args, params, *rest))
 
     def use(value: int) -> float:
-        return min(
-            (
-                number
-                if len(graph.nodes[number].reads) > 1
-                else min(map(use, graph.nodes[number].writes), default=math.inf)
-                for number in graph.readers[value]
-            ),
-            default=math.inf,
-        )
+        uses = [math.inf]
+        for number in graph.readers[value]:
+            node = graph.nodes[number]
+            uses += [number] if len(node.reads) > 1 else map(use, node.writes)
+        return min(uses)
 
     count = len(jax.tree.leaves(params))
     return [use(value) for value in graph.arguments[:count]]

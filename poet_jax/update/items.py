@@ -1,5 +1,4 @@
-"""The items of a step, of which a search chooses some to train: its graph and what it
-may leave out."""
+"""Items of a step that a search may leave out, and the step's graph without them."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -12,24 +11,24 @@ from poet_jax.api.transform import Scheduled
 from poet_jax.core.costs import Costs
 from poet_jax.core.graph import Graph, with_nodes
 from poet_jax.core.plan import parse_budget
-from poet_jax.core.trace import path_name, without_dead_code
+from poet_jax.core.trace import without_dead_code
 from poet_jax.planners.milp.choice import Choice
 from poet_jax.planners.planner import keep_everything
-from poet_jax.update.part import Part
+from poet_jax.update.part import Part, named
 from poet_jax.update.scheme import Update, matches
 
-NEVER = -1  # the item of what gains nothing
+NEVER = -1  # the item of parameters that gain nothing
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Beneath:
+class ArrayStep:
     """A training step as a function of arrays.
 
     Attributes:
-      scheduled, args: the function, and its arguments, arrays or shapes.
-      update, part: what the step trains.
-      state: where the state that the step replaces is, in arguments and in outputs.
-      params: where the parameters are in that state.
+      scheduled, args: the function and its arguments, arrays or shapes.
+      update, part: the scheme, and the part that it trains.
+      state: paths of the replaced state, in the arguments and in the outputs.
+      params: path of the parameters within that state.
     """
 
     scheduled: Scheduled
@@ -44,43 +43,40 @@ class Items:
     """The items of a step that trains all of them.
 
     Attributes:
-      gains: of each; those that gain nothing are no items.
+      gains: of the items, patterns with a positive gain.
       all: their numbers.
-      graph, costs: of that step, after the passes.
-      budget: of the search, in bytes and seconds; a percentage is of what keeping
-        everything in that step needs.
-      choice: what the graph may leave out.
+      graph, costs: of the step that trains all, after the passes.
+      budget: of the search; a percentage is of that step's peak without remat.
+      choice: the nodes and outputs that the graph may leave out.
     """
 
-    def __init__(self, beneath: Beneath, gains: Mapping[str, float]):
-        update = beneath.update
+    def __init__(self, step: ArrayStep, gains: Mapping[str, float]):
+        update = step.update
         if update is None or update.last or update.ranks:
             raise ValueError(
-                f"A search was asked for in a step that trains {update or 'everything'}"
-                ". It chooses among the patterns of an Update of fractions. Type "
-                "train_step(..., update={pattern: 1.0, ...}) with a pattern for each "
-                "item."
+                "A search needs a step with an Update of fractions, one pattern per "
+                f"item, got {update or 'everything'}. Use "
+                "train_step(..., update={pattern: 1.0, ...})."
             )
         for pattern in gains.keys() - update.fractions.keys():
             raise ValueError(
-                f"A gain was given for {pattern!r}, which the step does not train. Its "
-                f"patterns are {', '.join(map(repr, update.fractions))}. Give "
-                "train_step an update with a fraction for each item."
+                f"`gains` has {pattern!r}, which the step does not train; its patterns "
+                f"are {', '.join(map(repr, update.fractions))}. Use a train_step whose "
+                "update has a fraction for each item."
             )
-        self._scheduled, self._update = beneath.scheduled, update
+        self._scheduled, self._update = step.scheduled, update
         self._patterns = [pattern for pattern, gain in gains.items() if gain > 0]
         self.gains = [gains[pattern] for pattern in self._patterns]
         self.all = frozenset(range(len(self.gains)))
         self._searched = frozenset(gains)
-        self._traced = beneath.scheduled.traced(*beneath.args)
+        self._traced = step.scheduled.traced(*step.args)
         if self._traced.stored:
             raise ValueError(
-                "A search was asked for in a step whose state is on storage. It "
-                "compares steps that have more or less state, in RAM. Give it a state "
-                "of arrays, or of their shapes."
+                "A search needs the step's state in RAM. Pass a state of arrays, or "
+                "of jax.ShapeDtypeStruct."
             )
         owners = {}
-        for path, _ in beneath.part.trained or ():
+        for path, _ in step.part.trained or ():
             pattern = [p for p in update.fractions if matches(p, path)][-1]
             if pattern in gains:
                 worth = gains[pattern] > 0
@@ -88,18 +84,17 @@ class Items:
         trees = self._traced.in_tree, self._traced.out_tree
         counts = len(self._traced.arguments), len(self._traced.outputs)
         ins, outs = (
-            _under(tree, count, prefix)
-            for tree, count, prefix in zip(trees, counts, beneath.state, strict=True)
+            _under(tree, prefix) for tree, prefix in zip(trees, step.state, strict=True)
         )
         place = {path: leaf for leaf, path in ins.items()}
-        # Of each argument and output: the item that alone needs it.
+        # For each argument and output, the one item that needs it.
         self._arguments: list[int | None] = [None] * counts[0]
         self._outputs: list[int | None] = [None] * counts[1]
         self._instead: dict[int, int] = {}  # argument that stays, by output
-        root = f"{beneath.params}/"
+        root = f"{step.params}/"
         paths = [x.removeprefix(root) for x in outs.values() if x.startswith(root)]
         for leaf, name in outs.items():
-            # A moment's name ends like its parameter's, and maybe like an outer one's.
+            # A moment's path ends with its parameter's; the longest match is that.
             ends = (x for x in paths if name.endswith(f"/{x}"))
             path = max(ends, key=len, default="")
             if path not in owners:
@@ -122,7 +117,7 @@ class Items:
         return tuple(self._patterns[k] for k in sorted(chosen))
 
     def update(self, chosen: Iterable[int]) -> Update:
-        """That trains what is chosen, and what is trained in any case."""
+        """The scheme that trains the chosen items, and all patterns not searched."""
         items = self.names(chosen)
         fractions = {
             pattern: fraction
@@ -132,7 +127,7 @@ class Items:
         return dataclasses.replace(self._update, fractions=fractions)
 
     def _leaves(self, chosen: frozenset[int]) -> "_Leaves":
-        """Of the step that trains what is chosen and what is trained in any case."""
+        """Leaves of the step that trains `update(chosen)`."""
         on = {None, *chosen}
         return _Leaves(
             [leaf for leaf, k in enumerate(self._arguments) if k in on],
@@ -149,11 +144,11 @@ class Items:
         )
 
     def _priced(self, chosen: frozenset[int]) -> tuple[Graph, Costs]:
-        """The graph of that step after the passes, and its costs."""
+        """The graph of the step that trains `update(chosen)`, and its costs."""
         return self._scheduled.priced(_part(self._traced, self._leaves(chosen)))
 
     def _choice(self, graph: Graph) -> Choice:
-        """Of `graph`, which passes made of that of all items."""
+        """The choice in `graph`, of all items and after the passes."""
         leaves = self._leaves(self.all)
         outputs = dict(zip(leaves.outputs, graph.outputs, strict=True))
         arguments = dict(zip(leaves.arguments, graph.arguments, strict=True))
@@ -181,7 +176,7 @@ class Items:
         )
 
     def restricted(self, chosen: frozenset[int]) -> tuple[Graph, Costs]:
-        """The graph and its costs without what only other items need."""
+        """`graph` and `costs` without nodes and values that only other items need."""
         whole, part = self._leaves(self.all), self._leaves(chosen)
         argument = {leaf: n for n, leaf in enumerate(whole.arguments)}
         output = {leaf: n for n, leaf in enumerate(whole.outputs)}
@@ -203,17 +198,17 @@ class Items:
         return smaller, self.costs.of(nodes, values)
 
     def schedule(self, chosen: frozenset[int]) -> Schedule:
-        """Of the step that trains what is chosen. Raises BudgetTooSmall."""
+        """Schedule of the step that trains `chosen`. Raises BudgetTooSmall."""
         graph, costs = self._priced(chosen)
         return make_schedule(graph, costs, self.budget, self._scheduled.planner)
 
 
 class _Leaves(NamedTuple):
-    """The leaves that a step has when a part of its items is trained.
+    """Leaves of a step that trains some of its items.
 
     Attributes:
-      arguments, outputs: numbers among those of the step that trains all items.
-      instead: the argument that an output then is, by output.
+      arguments, outputs: numbers in the step that trains all items.
+      instead: by output, the argument that is returned unchanged.
     """
 
     arguments: list[int]
@@ -221,16 +216,16 @@ class _Leaves(NamedTuple):
     instead: dict[int, int]
 
 
-def _under(tree: Any, count: int, prefix: str) -> dict[int, str]:
-    """The path below `prefix` of each leaf that is below it."""
-    leaves = jax.tree_util.tree_leaves_with_path(jax.tree.unflatten(tree, range(count)))
-    paths = {leaf: path_name(path) for path, leaf in leaves}
+def _under(tree: Any, prefix: str) -> dict[int, str]:
+    """{leaf: its path below `prefix`} of the leaves below it."""
+    numbers = jax.tree.unflatten(tree, range(tree.num_leaves))
+    paths = {leaf: path for path, leaf in named(numbers)}
     start = f"{prefix}/"
     return {n: x.removeprefix(start) for n, x in paths.items() if x.startswith(start)}
 
 
 def _part(graph: Graph, leaves: _Leaves) -> Graph:
-    """What `graph` is with these leaves alone, as nothing to be called."""
+    """`graph` with these leaves alone; it has no trees, so it cannot be called."""
     outputs = tuple(
         graph.arguments[leaves.instead[leaf]]
         if leaf in leaves.instead
@@ -241,7 +236,7 @@ def _part(graph: Graph, leaves: _Leaves) -> Graph:
     graph = without_dead_code(graph)
     stay = set(leaves.arguments)
     arguments = tuple(
-        v  # of a node of several equations, some of other items, too
+        v  # a grouped node may also read arguments of other items
         for leaf, v in enumerate(graph.arguments)
         if leaf in stay or graph.readers[v]
     )
@@ -251,7 +246,7 @@ def _part(graph: Graph, leaves: _Leaves) -> Graph:
 
 
 def _ancestors(graph: Graph, values: Iterable[int]) -> set[int]:
-    """The nodes that `values` depend on."""
+    """Nodes that `values` depend on."""
     found: set[int] = set()
     todo = list(values)
     while todo:

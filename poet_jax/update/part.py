@@ -1,4 +1,4 @@
-"""A part of a tree of parameters: what a step trains of it, and how to put it back."""
+"""The trainable part of a tree of parameters: split it off, and merge it again."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from poet_jax.stores.paged import in_ram
 
 
 class Adapter(NamedTuple):
-    """What is added to a kernel [inputs, outputs]: the product of two thin matrices.
+    """Low-rank addition `a @ b` to a kernel [inputs, outputs].
 
     Attributes:
       a: [inputs, rank].
@@ -29,9 +29,9 @@ class Adapter(NamedTuple):
 class Part:
     """The trainable part of a tree of parameters; made by `Update.of`.
 
-    A pytree itself, as part of a training state. The trainable tree that its methods
-    give and take is the parameters' own, with None for what is frozen, the trained
-    input channels of a kernel, and the adapter in place of a kernel that has one:
+    It is a pytree, for use in a training state. A trainable tree has the structure of
+    the parameters, with None for frozen leaves, the trained input channels of a kernel,
+    and an Adapter for a kernel that has one:
 
         trainable = part.split(params)
         loss, gradients = jax.value_and_grad(
@@ -41,11 +41,11 @@ class Part:
         params, part = part.replace(optax.apply_updates(trainable, updates), params)
 
     Attributes:
-      channels: [k] numbers, ascending, of the trained input channels of each kernel
-        whose first k they are not, by path.
+      channels: by path of a kernel, [k] ascending numbers of its trained input
+        channels; absent if these are the first k.
       adapters: by path.
-      trained: (path, k) of each trained parameter: k input channels, or None for all
-        of it. None if everything is trained.
+      trained: (path, k) of each trained parameter, with k input channels or None for
+        all; None if everything is trained.
     """
 
     channels: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
@@ -55,62 +55,56 @@ class Part:
     )
 
     def split(self, params: Any) -> Any:
-        """The trainable tree of `params`, from which it takes all but adapters."""
+        """The trainable tree of `params`."""
         if self.trained is None:
             return params
         trained = dict(self.trained)
 
-        def part_of(path: str, leaf: Any) -> Any:
+        def part_of(steps: Any, leaf: Any) -> Any:
+            path = path_name(steps)
             if path in self.adapters:
                 return self.adapters[path]
             if path not in trained:
                 return None
             if path in self.channels:
-                return _channels(leaf, self.channels[path])
+                return jnp.asarray(leaf).at[..., self.channels[path], :].get(**_SURE)
             rows = trained[path]
             return leaf if rows is None else leaf[..., :rows, :]
 
-        return jax.tree.unflatten(
-            jax.tree.structure(params),
-            [part_of(path, leaf) for path, leaf in named(params)],
-        )
+        return jax.tree_util.tree_map_with_path(part_of, params)
 
     def merge(self, trainable: Any, params: Any) -> Any:
-        """The parameters that a model computes with: `trainable` put into `params`."""
-        return self._put(trainable, params, lambda kernel, x: kernel + x.a @ x.b)
+        """The parameters to compute with: `params` with `trainable` put in."""
+        return self._put(trainable, params, lambda _, kernel, x: kernel + x.a @ x.b)
 
     def replace(self, trainable: Any, params: Any) -> tuple[Any, "Part"]:
-        """(parameters, part) after an update: adapters stay beside their kernels."""
+        """(parameters, part) after an update; adapters are not added to kernels."""
         if self.trained is None:
             return trainable, self
-        adapters = {
-            path: part
-            for (path, _), part in zip(
-                named(params),
-                jax.tree.structure(params).flatten_up_to(trainable),
-                strict=True,
-            )
-            if path in self.adapters
-        }
-        kept = self._put(trainable, params, lambda kernel, _: kernel)
+        adapters = {}
+
+        def keep(path: str, kernel: Any, adapter: Adapter) -> Any:
+            adapters[path] = adapter
+            return kernel
+
+        kept = self._put(trainable, params, keep)
         return kept, dataclasses.replace(self, adapters=adapters)
 
     def merged(self, params: Any) -> Any:
-        """`params` in RAM, with the adapters added to their kernels, to evaluate or to
-        save."""
+        """`params` in RAM with adapters added, to evaluate or save."""
         part, params = in_ram((self, params))
         return part.merge(part.split(params), params)
 
     def _put(self, trainable: Any, params: Any, adapt: Callable) -> Any:
         if self.trained is None:
             return trainable
-        tree = jax.tree.structure(params)
 
-        def whole(path: str, leaf: Any, part: Any) -> Any:
+        def whole(steps: Any, leaf: Any, part: Any) -> Any:
+            path = path_name(steps)
             if part is None:
                 return leaf
             if path in self.adapters:
-                return adapt(leaf, part)
+                return adapt(path, leaf, part)
             if path in self.channels:
                 kernel = jnp.asarray(leaf)
                 return kernel.at[..., self.channels[path], :].set(part, **_SURE)
@@ -118,31 +112,16 @@ class Part:
                 return part
             return lax.dynamic_update_slice(leaf, part, (0,) * leaf.ndim)
 
-        return jax.tree.unflatten(
-            tree,
-            [
-                whole(path, leaf, part)
-                for (path, leaf), part in zip(
-                    named(params), tree.flatten_up_to(trainable), strict=True
-                )
-            ],
-        )
+        return jax.tree_util.tree_map_with_path(whole, params, trainable)
 
 
 EVERYTHING = Part()
-# Of channels that are there, ascending, each once.
-_SURE: Any = {
-    "mode": "promise_in_bounds",
-    "indices_are_sorted": True,
-    "unique_indices": True,
-}
-
-
-def _channels(kernel: jax.Array, channels: jax.Array) -> jax.Array:
-    return jnp.asarray(kernel).at[..., channels, :].get(**_SURE)
+_SURE: Any = dict(
+    mode="promise_in_bounds", indices_are_sorted=True, unique_indices=True
+)
 
 
 def named(tree: Any) -> list[tuple[str, Any]]:
-    """(path, leaf) of each leaf of a pytree; steps of a path are joined by "/"."""
+    """(path, leaf) of each leaf of a pytree, as `path_name` joins paths."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return [(path_name(path), leaf) for path, leaf in leaves]

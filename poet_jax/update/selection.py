@@ -1,10 +1,10 @@
-"""The search for the scheme that gains most within a budget.
+"""Search for the scheme that gains most within a budget.
 
-First `contributions` measures what each item, a pattern of parameters, adds to a score
-when it is trained alone (contribution analysis; Lin et al., NeurIPS 2022, section 3.2,
-and PockEngine, section 2.2). Then `search` chooses the items of most gain together with
-their schedule, in one program: memory is that of a plan with rematerialisation and
-paging, not a sum over layers. `evolve` is the published search, for comparison.
+`contributions` measures what each item, a pattern of parameters, adds to a score when
+it is trained alone (contribution analysis; Lin et al., NeurIPS 2022, section 3.2, and
+PockEngine, section 2.2). `search` then chooses items together with their schedule, in
+one mixed-integer program: memory is that of a plan with remat and paging, not a sum
+over layers. `evolve` is the published search, for comparison.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ from poet_jax.update.scheme import Update
 
 logger = logging.getLogger("poet_jax")
 
-TOLERANCE = 1e-4  # of the solver, as a share of the gain
-CUTS = 6  # moments at which the joint program counts memory
+TOLERANCE = 1e-4  # of the solver, relative to the gain
+CUTS = 6  # stages at which the joint program counts memory
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -41,13 +41,13 @@ class Found:
     """The scheme that a search found.
 
     Attributes:
-      update: to be given to `train_step`.
-      items: the patterns it trains of those there were to choose from.
-      gain: the sum of theirs.
-      bound: no scheme of these items that fits gains more, in a graph whose nodes are
-        grouped as in the step that trains them all. Infinite for `evolve`.
-      schedule: of the step that trains these items, within the budget.
-      planned: how many schemes were planned, or by `evolve` simulated.
+      update: the scheme, for `train_step`.
+      items: the patterns chosen.
+      gain: the sum of their gains.
+      bound: proven upper bound on the gain of any choice that fits, with nodes grouped
+        as in the step that trains all items. Infinite for `evolve`.
+      schedule: of the step that trains the chosen items, within the budget.
+      planned: number of schemes planned, or by `evolve` simulated.
     """
 
     update: Update
@@ -58,20 +58,15 @@ class Found:
     planned: int
 
     def __str__(self) -> str:
-        count = format_count(len(self.items), "item")
         proof = f"none gains over {self.bound:.4g}"
         if self.bound == math.inf:
             proof = "no bound"
         elif self.bound <= self.gain * (1 + TOLERANCE):
             proof = "none gains more"
-        return "\n".join(
-            [
-                f"{count} of a summed gain of {self.gain:.4g}; {proof}; "
-                f"{format_count(self.planned, 'scheme')} tried",
-                *(f"  {item}" for item in self.items),
-                str(self.schedule),
-            ]
-        )
+        items = format_count(len(self.items), "item")
+        head = f"{items} of a summed gain of {self.gain:.4g}; {proof}; "
+        head += f"{format_count(self.planned, 'scheme')} tried"
+        return "\n  ".join((head, *self.items)) + f"\n{self.schedule}"
 
 
 def contributions(
@@ -81,15 +76,15 @@ def contributions(
     always: Mapping[str, float] | None = None,
     path: str | os.PathLike | None = None,
 ) -> dict[str, float]:
-    """What each item adds to the score when it is trained beside `always`.
+    """What each item adds to the score when it is trained with `always`.
 
     Args:
-      score: trains an update from the start, None for nothing, and returns how good the
-        result is, for example its accuracy.
-      items: a fraction for each pattern, as in an `Update`.
-      always: what every scheme trains, such as a new head.
-      path: a file of JSON lines that keeps scores, so that an analysis which was
-        interrupted goes on where it was. Scores of another task need another file.
+      score: trains an update from the start (None for nothing) and returns the quality
+        of the result, for example its accuracy.
+      items: fractions by pattern, as in an `Update`.
+      always: fractions by pattern that every scheme trains, such as a new head.
+      path: a file of JSON lines for the scores, from which an interrupted analysis
+        continues. Use a file per task.
 
     Returns the gain of each pattern, which may be negative.
     """
@@ -99,7 +94,7 @@ def contributions(
     if file is not None and file.exists():
         lines = file.read_text().splitlines(keepends=True)
         whole = [line for line in lines if line.endswith("\n")]
-        if len(whole) < len(lines):  # the last one was cut short, and is scored again
+        if len(whole) < len(lines):  # drop a row that was cut short
             file.write_text("".join(whole))
         for row in map(json.loads, whole):
             known[json.dumps(row["update"])] = row["score"]
@@ -129,26 +124,28 @@ def search(
     gains: Mapping[str, float],
     time_limit_seconds: float = 300.0,
 ) -> Found:
-    """The items of most gain that can be trained within the step's budget.
+    """Choose the items of most gain that can be trained within the step's budget.
 
     Args:
-      step: a `train_step` that trains all items, with an `Update` of fractions. Its
-        budget is that of the scheme, a percentage being of what this step needs; give a
-        deadline, `Budget(memory_bytes, seconds)`, to bound the time. It does not run.
+      step: a `train_step` that trains all items, with an `Update` of fractions; it does
+        not run. A percentage budget is of what this step needs. Pass
+        `Budget(memory_bytes, seconds)` to bound the step's time as well.
       args: of the step: (batch) for nnx, (state, batch) for linen; arrays or shapes.
-      gains: what each pattern of the update is worth, as from `contributions`. Patterns
-        of the update that are not in it are trained in any case.
+      gains: by pattern of the update, as from `contributions`. Other patterns of the
+        update are always trained.
       time_limit_seconds: for all programs together.
 
-    Every candidate is planned as it would run, so that what is found fits. An optimizer
-    that makes each update depend on all gradients, such as clipping by global norm,
-    ties all items together; search without it. Raises BudgetTooSmall if not even what
-    is trained in any case fits, and ValueError for gains that are of no pattern.
+    Every candidate is planned as it would run, so the result fits. Leave out an
+    optimizer that makes updates depend on all gradients, such as clipping by global
+    norm, as it ties all items together.
+
+    Raises BudgetTooSmall if not even the patterns always trained fit, and ValueError
+    for gains of unknown patterns.
     """
     since = time.monotonic()
-    beneath = step.beneath(*args)
-    planner = MilpPlanner(solver=getattr(beneath.scheduled.planner, "solver", "CBC"))
-    items = Items(beneath, gains)
+    arrays = step.array_step(*args)
+    planner = MilpPlanner(solver=getattr(arrays.scheduled.planner, "solver", "CBC"))
+    items = Items(arrays, gains)
     graph, costs, choice = items.graph, items.costs, items.choice
     cuts = summits(stage_bytes(graph, costs), CUTS)
     refused: list[frozenset[int]] = []
@@ -157,12 +154,11 @@ def search(
         return time_limit_seconds - (time.monotonic() - since)
 
     def proposed(least: float) -> tuple[frozenset[int] | None, float]:
-        """Items that gain `least` and fit as far as the program sees, and a bound on
-        what any gain that fit."""
+        """(items that gain `least` and fit by the program, a bound on any gain)."""
         program = Cuts(graph, costs, items.budget, planner, cuts, choice=choice)
         assert program.chosen is not None
         y = program.chosen.items
-        for chosen in refused:  # (14) what trains more needs no less
+        for chosen in refused:  # (14) supersets need no less memory
             program.model += xsum(y[k] for k in chosen) <= len(chosen) - 1
         program.model += program.chosen.loss() <= items.gain(items.all) - least
         seconds = min(seconds_left(), time_limit_seconds / 10)
@@ -173,7 +169,7 @@ def search(
         return frozenset(k for k in items.all if solution.values[y[k].idx] > 0.5), limit
 
     def least_worth(chosen: frozenset[int]) -> int:
-        """The item that gains least for the seconds that only it takes."""
+        """The item of least gain per second of nodes that it alone needs."""
 
         def worth(item: int) -> float:
             own = [
@@ -188,17 +184,17 @@ def search(
     best: frozenset[int] = frozenset()
     schedule: Schedule | None = None
     bound, planned = items.gain(items.all), 0
-    is_proven = True  # whether all of `refused` are known not to fit
+    is_proven = True  # whether all of `refused` are proven not to fit
     while schedule is None or seconds_left() > 0:
         least = items.gain(best) * (1 + TOLERANCE)
         chosen, limit = proposed(least)
         if is_proven:
             bound = min(bound, max(limit, least))
         if chosen is None and schedule is not None:
-            break  # nothing gains more, or the solver's time is up
+            break  # nothing gains more, or time is up
         chosen = chosen or frozenset()
         if schedule is not None and items.gain(chosen) <= least:
-            break  # by less than the solver's tolerance
+            break  # a gain within the solver's tolerance
         while schedule is None or items.gain(chosen) > least:
             planned += 1
             try:
@@ -222,13 +218,13 @@ def evolve(
     population: int = 32,
     seed: int = 0,
 ) -> Found:
-    """As `search`, by an evolutionary search among steps that keep everything.
+    """Search like `search`, but evolve subsets as published, for comparison.
 
-    The published way (Lin et al., NeurIPS 2022): subsets are recombined and mutated,
-    and one that exceeds memory or deadline when every node runs once and nothing is
-    paged is worth nothing. What is found is then planned as by `search`.
+    Subsets are recombined and mutated (Lin et al., NeurIPS 2022); one that exceeds
+    memory or deadline without remat and paging is worth nothing. The best is then
+    planned as by `search`.
     """
-    items = Items(step.beneath(*args), gains)
+    items = Items(step.array_step(*args), gains)
     drawn = random.Random(seed)
 
     @functools.cache

@@ -1,10 +1,9 @@
-"""Convolutions as matrix products, or an image at a time, for XLA's CPU backend.
+"""Convolutions as matrix products, or image by image, for XLA's CPU backend.
 
-A convolution with a kernel of one element is one, and XLA copies its image first. The
-gradient for a filter is itself a convolution, whose filter is the output's gradient
-and as large as the image. XLA on the CPU computes such a one at a few GFLOP/s, at times
-ten times slower than the convolution that it belongs to. As a matrix product of the
-shifted images with the output's gradient it is as fast as any other.
+A 1x1 convolution is a matrix product; XLA copies its image first. A filter's gradient
+is a convolution whose filter is as large as the image, which XLA computes at a few
+GFLOP/s, up to ten times slower than the convolution itself. As a product of shifted
+images with the output's gradient it runs at the speed of a matrix product.
 """
 
 import itertools
@@ -19,22 +18,16 @@ from jax import lax
 from poet_jax.core.graph import Equation
 from poet_jax.passes.cpu.scratch import scratch_bytes
 
-# Of shifted images at once, but no more than of images or of the gradient: a small
-# workspace, and each part of the sum is worth adding.
-PATCHES_BYTES = 8 * 2**20
-# What a processor's caches hold of shifted images; those of one image may be more.
-CACHED_BYTES = 4 * 2**20
-# What has to be computed with each byte that is read or written so that moving it once
-# more takes no time worth mentioning.
-LEAST_WORK = 64
+PATCHES_BYTES = 8 * 2**20  # most of shifted images at once
+CACHED_BYTES = 4 * 2**20  # of shifted images in a processor's caches
+LEAST_WORK = 64  # FLOPs per byte, above which another copy costs no time
 
 
 def is_large(equation: Equation) -> bool:
-    """Whether it is a convolution of images that are better not copied at once.
+    """Whether `by_images` saves memory at no cost in time.
 
-    XLA's CPU backend copies all images that such a convolution reads, padded, and tells
-    nobody. The batch has to be the first dimension, and much has to be computed with
-    what is read and written.
+    XLA's CPU backend pads all images into a copy that it does not count. The batch must
+    be the first dimension, and compute must outweigh memory traffic.
     """
     if not _is_whole(equation):
         return False
@@ -52,10 +45,10 @@ def is_large(equation: Equation) -> bool:
 
 
 def by_images(params: dict[str, Any], image: jax.Array, kernel: jax.Array):
-    """XLA's convolution of one image at a time.
+    """The convolution, image by image.
 
-    Of several at a time results would have to be reshaped. XLA moves that into sums
-    that read them, such as a BatchNorm's, which round otherwise then.
+    Parts of several images would need a reshape of the result, which XLA fuses into
+    sums such as a BatchNorm's and so changes their rounding.
     """
     return lax.map(
         lambda one: canonical_convolution(params, one[None], kernel)[0], image
@@ -67,8 +60,8 @@ def canonical_convolution(
 ) -> jax.Array:
     """`conv_general_dilated` as NHWC x HWIO -> NHWC between transposes.
 
-    XLA's CPU backend brings convolutions to that form itself, but only those of the
-    entry computation; others it computes a hundred times slower.
+    XLA's CPU backend does this itself, but not in loops, where other layouts are a
+    hundred times slower.
     """
     numbers = params["dimension_numbers"]
     space = range(2, image.ndim)
@@ -90,8 +83,7 @@ def canonical_convolution(
 
 
 def is_of_floats(equation: Equation) -> bool:
-    """Whether it is a convolution in float32 or float64 of arrays that hold
-    something."""
+    """Whether it is a convolution of nonempty float32 or float64 arrays."""
     arrays = (*equation.operand_shapes, *equation.result_shapes)
     return (
         equation.primitive.name == "conv_general_dilated"
@@ -109,31 +101,24 @@ def _is_whole(equation: Equation) -> bool:
     )
 
 
-def _is_plain(equation: Equation) -> bool:
-    """Whether it is a convolution of floats, of an image as it is, without groups."""
-    return _is_whole(equation) and all(d == 1 for d in equation.params["lhs_dilation"])
-
-
 def is_pointwise(equation: Equation) -> bool:
-    """Whether each element of the result is made of one place of the image, or of
-    none; with channels last, and without strides of an image with padding."""
+    """Whether it is a 1x1 convolution with channels last, and without both strides and
+    padding."""
     if not _is_whole(equation):
         return False
     params, numbers = equation.params, equation.params["dimension_numbers"]
     image, kernel = equation.operand_shapes
     last = (0, image.ndim - 1, *range(1, image.ndim - 1))
-    moves = any(map(any, params["padding"])) or any(
-        d > 1 for d in params["lhs_dilation"]
-    )
+    is_padded = any(map(any, params["padding"])) or set(params["lhs_dilation"]) - {1}
     return (
         all(kernel.shape[d] == 1 for d in numbers.rhs_spec[2:])
         and tuple(numbers.lhs_spec) == tuple(numbers.out_spec) == last
-        and not (moves and any(step > 1 for step in params["window_strides"]))
+        and not (is_padded and set(params["window_strides"]) - {1})
     )
 
 
 def as_one_product(params: dict[str, Any], image: jax.Array, kernel: jax.Array):
-    """[..., outputs] of [..., inputs] and a kernel of one element in space."""
+    """[..., outputs] of an image [..., inputs] and a 1x1 kernel."""
     outputs, inputs, *_ = params["dimension_numbers"].rhs_spec
     flat = kernel.reshape([kernel.shape[d] for d in sorted((outputs, inputs))])
     steps = (1, *params["window_strides"], 1)
@@ -148,30 +133,27 @@ def as_one_product(params: dict[str, Any], image: jax.Array, kernel: jax.Array):
 
 
 def is_filter_gradient(equation: Equation) -> bool:
-    """Whether it slides a filter to fewer places than the filter has elements."""
-    if not _is_plain(equation):
+    """Whether the filter has more places in space than the result, as in a gradient
+    for [batch, ..., channels], which sums over the batch."""
+    if not _is_whole(equation) or set(equation.params["lhs_dilation"]) - {1}:
         return False
     numbers = equation.params["dimension_numbers"]
     image, filters = equation.operand_shapes
     (result,) = equation.result_shapes
-    last = image.ndim - 1
+    batch_summed = (image.ndim - 1, 0, *range(1, image.ndim - 1))
     places = math.prod(result.shape[d] for d in numbers.out_spec[2:])
     elements = math.prod(filters.shape[d] for d in numbers.rhs_spec[2:])
-    return (
-        places < elements
-        # [batch, ..., channels], of which the batch is summed over
-        and tuple(numbers.lhs_spec) == (last, 0, *range(1, last))
-        and tuple(numbers.rhs_spec) == (last, 0, *range(1, last))
-    )
+    specs = tuple(numbers.lhs_spec), tuple(numbers.rhs_spec)
+    return places < elements and specs == (batch_summed, batch_summed)
 
 
 def as_matrix_product(params: dict[str, Any], image: jax.Array, slope: jax.Array):
-    """The convolution of [batch, ..., inputs] with [batch, ..., outputs] over batch and
-    space, in the layout that `params` of conv_general_dilated give."""
+    """Filter gradient of image [batch, ..., inputs] and slope [batch, ..., outputs], in
+    the result layout of `params`, those of conv_general_dilated."""
     steps, dilation = params["window_strides"], params["rhs_dilation"]
     batch, *space, outputs = slope.shape
     inputs = image.shape[-1]
-    # One place for each element of the filter whose gradient this is.
+    # One place per element of the filter.
     places = result_sizes(params, image.shape[1:-1], space)
     taps = math.prod(places)
     row_bytes = taps * inputs * math.prod(space[1:]) * image.dtype.itemsize
@@ -180,12 +162,11 @@ def as_matrix_product(params: dict[str, Any], image: jax.Array, slope: jax.Array
     most_bytes = min(PATCHES_BYTES, max(image.nbytes, gradient_bytes))
     images = divisor(batch, most_bytes // (row_bytes * space[0]))
 
-    # XLA transposes the first factor of a sum over rows, so that is the smaller one.
+    # XLA transposes the first factor of a sum over rows; make it the smaller one.
     slope_first = outputs <= taps * inputs
 
     def product(image, slope):
-        """[outputs, taps * inputs] of parts of padded images and of the slope if
-        `slope_first`, else its transpose."""
+        """[outputs, taps * inputs] if `slope_first`, else its transpose."""
         sizes = slope.shape[-1 - len(space) : -1]
         patches = jnp.concatenate(
             [*shifted(image, places, steps, sizes, dilation)], axis=-1
@@ -227,7 +208,7 @@ def as_matrix_product(params: dict[str, Any], image: jax.Array, slope: jax.Array
         total, _ = lax.scan(add_image_by_rows, total, (image, slope))
     else:
         parts = image, slope
-        if images > 1:  # XLA copies what gets a dimension of one
+        if images > 1:  # XLA would copy for a dimension of one
             parts = [x.reshape(-1, images, *x.shape[1:]) for x in parts]
         total, _ = lax.scan(add_images, total, parts)
     total = total.T if slope_first else total
@@ -237,7 +218,7 @@ def as_matrix_product(params: dict[str, Any], image: jax.Array, slope: jax.Array
 def result_sizes(
     params: dict[str, Any], image: Sequence[int], filters: Sequence[int]
 ) -> tuple[int, ...]:
-    """Sizes in space of a convolution's result, from those of image and filter."""
+    """Spatial sizes of a convolution's result, from those of image and filter."""
     return tuple(
         (low + size + (size - 1) * (between - 1) + high - (length - 1) * spread - 1)
         // step
@@ -261,8 +242,8 @@ def shifted(
     sizes: Sequence[int],
     steps: Sequence[int],
 ) -> Iterator[jax.Array]:
-    """[..., *sizes, channels] of an image for each of `places` that are `apart`: what
-    lies `steps` from one to the next, in each dimension of space."""
+    """The windows [..., *sizes, channels] of an image, `apart` from one another at each
+    of `places`, with elements `steps` apart; per dimension of space."""
     for place in itertools.product(*map(range, places)):
         window = (
             slice(at * far, at * far + (size - 1) * step + 1, step)
@@ -272,7 +253,7 @@ def shifted(
 
 
 def filter_result(params: dict[str, Any], gradient: jax.Array) -> jax.Array:
-    """[*places, inputs, outputs] in the layout that was asked for."""
+    """A gradient [*places, inputs, outputs] in the result layout of `params`."""
     spec = params["dimension_numbers"].out_spec
     space = gradient.ndim - 2
     order = [space, space + 1, *range(space)]
@@ -280,13 +261,9 @@ def filter_result(params: dict[str, Any], gradient: jax.Array) -> jax.Array:
 
 
 def padded(params: dict[str, Any], image: jax.Array) -> jax.Array:
-    """The image, [..., *space, channels], dilated and with zeros around it."""
-    ends = [
-        (low, high, dilation - 1)
-        for (low, high), dilation in zip(
-            params["padding"], params["lhs_dilation"], strict=True
-        )
-    ]
+    """An image [..., *space, channels], dilated and zero-padded."""
+    sides = zip(params["padding"], params["lhs_dilation"], strict=True)
+    ends = [(low, high, dilation - 1) for (low, high), dilation in sides]
     around = [(0, 0, 0)] * (image.ndim - 1 - len(ends))
     return lax.pad(image, jnp.zeros((), image.dtype), [*around, *ends, (0, 0, 0)])
 

@@ -1,8 +1,7 @@
 """Depthwise convolutions as sums over their taps, for XLA's CPU backend.
 
-A depthwise convolution does little work on much data. XLA on the CPU computes it, and
-the gradient for its filter, a channel at a time, and takes ten to a hundred times as
-long as adding shifted images does.
+XLA computes a depthwise convolution, and the gradient for its filter, channel by
+channel: ten to a hundred times slower than adding shifted images.
 """
 
 import functools
@@ -25,15 +24,13 @@ from poet_jax.passes.cpu.convolution import (
     shifted,
 )
 
-# Each element of a filter is one more term to compile.
-MOST_TAPS = 64
-# What the cache of one core holds, of images and their results.
-CACHED_BYTES = 2**19
+MOST_TAPS = 64  # each tap is one more term to compile
+CACHED_BYTES = 2**19  # of images and results in one core's cache
 
 
 def is_depthwise(equation: Equation) -> bool:
-    """Whether each channel of the result is made of one of the image, with channels
-    last and at most `MOST_TAPS` in a filter."""
+    """Whether it is a depthwise convolution with channels last and at most `MOST_TAPS`
+    taps."""
     if not is_of_floats(equation):
         return False
     params, numbers = equation.params, equation.params["dimension_numbers"]
@@ -48,7 +45,7 @@ def is_depthwise(equation: Equation) -> bool:
 
 
 def is_depthwise_gradient(equation: Equation) -> bool:
-    """Whether each channel of the filter's gradient is made of one of the image."""
+    """Whether it is the filter's gradient of a depthwise convolution."""
     if not is_of_floats(equation):
         return False
     params, numbers = equation.params, equation.params["dimension_numbers"]
@@ -66,12 +63,12 @@ def is_depthwise_gradient(equation: Equation) -> bool:
 
 
 def _channels_last(image: jax.ShapeDtypeStruct) -> tuple[int, ...]:
-    """Dimensions of batch, channels and space."""
+    """(batch, channels, *space) dimensions."""
     return 0, image.ndim - 1, *range(1, image.ndim - 1)
 
 
 def as_sum_over_taps(params: dict[str, Any], image: jax.Array, kernel: jax.Array):
-    """[batch, ..., channels] of the like and a kernel of one input for each output."""
+    """[batch, ..., channels] of an image [batch, ..., channels] and its filter."""
     outputs, inputs, *space = params["dimension_numbers"].rhs_spec
     kernel = jnp.transpose(kernel, (*space, inputs, outputs))
     *taps, _, channels = kernel.shape
@@ -87,8 +84,8 @@ def as_sum_over_taps(params: dict[str, Any], image: jax.Array, kernel: jax.Array
 
 
 def as_sums_over_images(params: dict[str, Any], image: jax.Array, slope: jax.Array):
-    """The gradient for a depthwise kernel of [batch, ..., channels] and its slope, in
-    the layout that `params` of conv_general_dilated give."""
+    """Depthwise filter gradient of image and slope, [batch, ..., channels], in the
+    result layout of `params`, those of conv_general_dilated."""
     *space, channels = slope.shape[1:]
     places = result_sizes(params, image.shape[1:-1], space)
     apart, steps = params["window_strides"], params["rhs_dilation"]
@@ -97,7 +94,7 @@ def as_sums_over_images(params: dict[str, Any], image: jax.Array, slope: jax.Arr
         image = padded(params, image)
 
         def at_place(number):
-            """[channels] sums of what the slope meets at one place on the image."""
+            """[channels] sums of slope times image, for one tap."""
             place = jnp.unravel_index(number, places)
             starts = [at * far for at, far in zip(place, apart, strict=True)]
             reach = [(n - 1) * step + 1 for n, step in zip(space, steps, strict=True)]
@@ -117,8 +114,8 @@ def as_sums_over_images(params: dict[str, Any], image: jax.Array, slope: jax.Arr
 def _map_parts(
     params: dict[str, Any], fun: Callable[..., jax.Array], image: jax.Array, *others
 ) -> jax.Array:
-    """[parts, ...] of `fun` for images of which as many fit a processor's caches as are
-    in a part, and the same rows of `others`."""
+    """[parts, ...] of `fun` on parts of images that fit the cache, with the same rows
+    of `others`."""
     one = jax.eval_shape(lambda x: padded(params, x), image[:1])
     one_bytes = 2 * one.size * one.dtype.itemsize  # with its result
     images = divisor(image.shape[0], CACHED_BYTES // one_bytes)

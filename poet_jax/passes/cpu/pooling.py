@@ -1,10 +1,8 @@
 """Pooling and its gradients, for XLA's CPU backend.
 
-For the gradient of max pooling, XLA on the CPU finds the largest element of each window
-with the indices of all of them, and scatters: it allocates some five times the image,
-and takes ten times as long as comparing shifted images does. Sums over windows of a few
-elements, which the gradient of upsampling by `jnp.repeat` has, it computes one axis at
-a time, from a copy of the image, as it fuses nothing into a sum.
+For the gradient of max pooling XLA computes indices and scatters: about five times the
+image in memory, and ten times slower than comparing shifted images. Short sums, as in
+the gradient of `jnp.repeat`, it computes axis by axis from a copy of the image.
 """
 
 import functools
@@ -20,14 +18,13 @@ from jax import lax
 
 from poet_jax.core.graph import Equation
 
-# Each element of a window is one more term for every element of the image.
-MOST_ELEMENTS = 16
-MOST_TERMS = 4
+MOST_ELEMENTS = 16  # of a window; each is one more term per element of the image
+MOST_TERMS = 4  # of a short sum
 
 
 def is_pool_gradient(equation: Equation) -> bool:
-    """Whether `by_comparison` computes it, and in less time than XLA: windows of at
-    most `MOST_ELEMENTS`, of one image each."""
+    """Whether `by_comparison` applies: windows of at most `MOST_ELEMENTS`, of one image
+    each."""
     if equation.primitive.name != "select_and_scatter_add":
         return False
     params = equation.params
@@ -42,7 +39,7 @@ def is_pool_gradient(equation: Equation) -> bool:
 
 
 def is_short_sum(equation: Equation) -> bool:
-    """Whether it adds few elements that lie apart in memory."""
+    """Whether it adds at most `MOST_TERMS` elements that are apart in memory."""
     if equation.primitive.name != "reduce_sum":
         return False
     (array,) = equation.operand_shapes
@@ -67,25 +64,20 @@ def by_additions(params: dict[str, Any], array: jax.Array) -> jax.Array:
 
 
 def by_comparison(params: dict[str, Any], slope: jax.Array, image: jax.Array):
-    """[*image.shape] the slope [images, *windows] where each window is largest.
+    """[*image.shape] gradient: the slope [images, *windows] at each window's maximum.
 
-    Among equal elements it is XLA's choice; among some that are NaN it may be another.
+    Ties go to XLA's choice; of several NaN it may be another.
     """
-    # One image at a time, which XLA does not compute again for each term below.
+    # A loop over images, which XLA does not recompute for each term below.
     winners = lax.map(lambda x: _winner(params, x, slope.shape), image)
     total = None
     for number, offset in enumerate(_offsets(params)):
         mine = jnp.where(winners == number, slope, jnp.zeros((), slope.dtype))
+        strides, padding = params["window_strides"], params["padding"]
+        sides = zip(offset, image.shape, slope.shape, strides, padding, strict=True)
         ends = [
             (start - low, size + low - start - (count - 1) * step - 1, step - 1)
-            for start, size, count, step, (low, _) in zip(
-                offset,
-                image.shape,
-                slope.shape,
-                params["window_strides"],
-                params["padding"],
-                strict=True,
-            )
+            for start, size, count, step, (low, _) in sides
         ]
         part = lax.pad(mine, jnp.zeros((), slope.dtype), ends)
         total = part if total is None else total + part
@@ -93,12 +85,12 @@ def by_comparison(params: dict[str, Any], slope: jax.Array, image: jax.Array):
 
 
 def _offsets(params: dict[str, Any]) -> list[tuple[int, ...]]:
-    """Of a window's elements from its start, in the order of `_winner`."""
+    """Offsets of a window's elements, in the order of `_winner`."""
     return list(itertools.product(*map(range, params["window_dimensions"])))
 
 
 def _winner(params: dict[str, Any], image: jax.Array, shape: Sequence[int]):
-    """[*windows] the number of the element that each window of an image selects."""
+    """[*windows] number of the selected element in each window of an image."""
     least = -jnp.inf if params["select_prim"] is lax.ge_p else jnp.inf
     around = [(low, high, 0) for low, high in params["padding"][1:]]
     padded = lax.pad(image, jnp.asarray(least, image.dtype), around)

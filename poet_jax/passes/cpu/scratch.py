@@ -1,9 +1,8 @@
-"""What libraries allocate behind XLA's back, which its own counts leave out.
+"""Memory that library kernels allocate themselves, which XLA does not count.
 
-A table of rules by primitive, for XLA's CPU backend of jax 0.10.
-`experiments.benchmarks.scratch` measures each from outside; where what a library takes
-varies from run to run a rule is the most that was seen. What is not in the table has
-none worth mentioning.
+Rules by primitive, for XLA's CPU backend of jax 0.10; other primitives have none worth
+counting. `experiments.benchmarks.scratch` measures them from outside: where a library's
+need varies, a rule is the most measured.
 """
 
 import math
@@ -15,13 +14,13 @@ from poet_jax.core.trace import trace
 
 
 def nbytes_of(array: Any) -> int:
-    """Of an array of a shape and a type."""
+    """Bytes of an array, or of anything with a shape and a dtype."""
     return math.prod(array.shape) * array.dtype.itemsize
 
 
 def scratch_bytes(equation: Equation) -> int:
-    """That libraries allocate while an equation runs: of a loop or of another way to
-    compute it, the most of what it consists of."""
+    """Bytes that libraries allocate while an equation runs: the most of its bodies or
+    its lowering."""
     if equation.lowering is not None:
         return max(map(node_scratch, lowered(equation).nodes), default=0)
     bodies = [scratch_bytes(e) for body, _ in equation.inner for e in body]
@@ -31,20 +30,20 @@ def scratch_bytes(equation: Equation) -> int:
 
 
 def node_scratch(node: Node) -> int:
-    """The most of a node's equations: they run one after the other."""
+    """Scratch of a node: the most of its equations, which run in turn."""
     return max(map(scratch_bytes, node.equations), default=0)
 
 
 def lowered(equation: Equation) -> Graph:
-    """What the `lowering` of an equation consists of, as a graph of its operands."""
+    """The graph of an equation's `lowering`, with its operands as arguments."""
     lowering = equation.lowering
     assert lowering is not None
     return trace(lambda *xs: lowering(equation.params, *xs), *equation.operand_shapes)
 
 
 def _of_convolution(equation: Equation) -> int:
-    """YNNPACK copies the image, padded and dilated, for each of two blocks of 64 output
-    channels, and the kernel; without padding it writes out all patches instead."""
+    """YNNPACK copies the kernel, and the padded image for each of at most two blocks of
+    64 output channels; without padding it writes all patches instead."""
     params, numbers = equation.params, equation.params["dimension_numbers"]
     image, kernel = equation.operand_shapes
     (result,) = equation.result_shapes
@@ -70,14 +69,14 @@ _BLOCK = 64
 
 
 def _of_sort(equation: Equation) -> int:
-    """std::stable_sort holds 16 bytes for each element of each operand of a row."""
+    """std::stable_sort takes 16 bytes per element of a row, for each operand."""
     first = equation.operand_shapes[0]
     length = first.shape[equation.params["dimension"]]
     return 16 * length * len(equation.operand_shapes)
 
 
 def _of_matrix(factor: Callable[[int, int], float]) -> Callable[[Equation], int]:
-    """LAPACK's work array, of `factor` elements for one matrix of [m, n], m >= n."""
+    """LAPACK's work array: `factor(m, n)` elements for a matrix [m, n], m >= n."""
 
     def rule(equation: Equation) -> int:
         matrix = equation.operand_shapes[0]
@@ -88,13 +87,13 @@ def _of_matrix(factor: Callable[[int, int], float]) -> Callable[[Equation], int]
 
 
 def _of_fft(equation: Equation) -> int:
-    """DUCC transforms a row in a buffer of complex numbers."""
+    """DUCC transforms a row in a complex buffer."""
     arrays = (*equation.operand_shapes, *equation.result_shapes)
     return max(equation.params["fft_lengths"]) * max(x.dtype.itemsize for x in arrays)
 
 
-# Work arrays as in the documentation of LAPACK's routines (netlib.org/lapack): xGESDD,
-# xSYEVD, xGEEV; xGEQRF, xORGQR and xGETRF work in blocks of some dozen columns.
+# Work arrays as documented by LAPACK (netlib.org/lapack): xGESDD, xSYEVD, xGEEV;
+# xGEQRF, xORGQR and xGETRF work in blocks of a few dozen columns.
 _RULES: dict[str, Callable[[Equation], int]] = {
     "conv_general_dilated": _of_convolution,
     "sort": _of_sort,
