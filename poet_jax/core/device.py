@@ -219,8 +219,8 @@ class DeviceProfile:
         """(attribute, value in SI units, origin) of what the profile gives, or with
         `defaults` of every attribute but name and source."""
         rows = []
-        given = self._given()
-        for name, value in (vars(self) if defaults else given).items():
+        listed = vars(self) if defaults else self._given()
+        for name, value in listed.items():
             if name in ("name", "source"):
                 continue
             if name == "rates":
