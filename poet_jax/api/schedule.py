@@ -225,9 +225,24 @@ class Compiled:
     xla: jax.stages.Compiled
 
 
-# XLA computes some values again inside a loop that would be kept otherwise, and so may
-# need less than keep-all. What keep-all needs more of than this is not compiled whole.
-HOPE = 1.25
+@dataclasses.dataclass(frozen=True, eq=False)
+class Target:
+    """What compiles a step.
+
+    Attributes:
+      build: compiles a program whose runs are stages.
+      whole: compiles the function as `jax.jit` does; None where that cannot run.
+      scratch: [N] bytes that libraries allocate for each node without XLA's knowledge.
+      in_stages: whether stages run even where `whole` fits.
+      is_rewritten: whether passes made stages faster than `whole`, so that they run
+        where they fit.
+    """
+
+    build: Callable[[Program], Step | PagedStep]
+    whole: Callable[[], Step] | None
+    scratch: Sequence[int]
+    in_stages: bool = False
+    is_rewritten: bool = False
 
 
 def make_schedule(
@@ -235,88 +250,135 @@ def make_schedule(
     costs: Costs,
     budget: BudgetLike,
     planner: Planner,
-    build: Callable[[Program], Step | PagedStep] | None = None,
-    whole: Callable[[], Step] | None = None,
-    scratch: Sequence[int] = (),
+    target: Target | None = None,
     store_bytes: float = math.inf,
-    *,
-    in_stages: bool = False,
-    is_rewritten: bool = False,
     cache: PlanCache | None = None,
 ) -> Schedule:
-    """Plan `graph` within `budget`, and compile the plan.
+    """Plan `graph` within `budget`, and compile the plan for `target`, if there is one.
 
     A percentage is of what keep-all needs as a compiled program: as planned, or by
-    XLA's own count of `whole` if that is more. `store_bytes` is the device's room, for
-    a budget that does not say. `build` compiles a program whose runs are stages;
-    without it nothing is compiled. `whole` compiles the function as `jax.jit` does.
-    That is what runs if the budget covers it, unless it is to be `in_stages`, or what
-    passes made of the graph `is_rewritten` to be faster, and fits. `scratch` [N] is
-    what libraries allocate for each node without XLA's knowledge. `cache` keeps plans,
-    and what only
-    compiling them told. Raises BudgetTooSmall, and PlanInvalid for a planner
-    whose plan exceeds the budget.
+    XLA's own count of the whole function if that is more. `store_bytes` is the device's
+    room, for a budget that does not say. `cache` keeps plans, and what only compiling
+    them told. Raises BudgetTooSmall, and PlanInvalid for a planner whose plan exceeds
+    the budget.
     """
-    everything = keep_everything(graph, costs)
-    known, learnt, asked = {}, {}, planner
-    if cache is not None:
-        known = cache.learnt(graph, costs, budget, asked)
-        planner = cache.planner(asked)
-    step, whole_bytes = None, known.get("whole_bytes")
-    if whole is not None and whole_bytes is None and is_percentage(budget):
-        step = whole()
-        whole_bytes = learnt["whole_bytes"] = step.nbytes
-    most_bytes = everything.usage.peak_bytes
-    if build is not None:
-        most_bytes = keep_all_bytes(graph, costs, scratch or [0] * len(graph.nodes))
-    most_bytes = max(most_bytes, whole_bytes or 0)
+    if target is not None:
+        return _Compilation(
+            graph, costs, budget, planner, target, store_bytes, cache
+        ).schedule()
+    most_bytes = keep_everything(graph, costs).usage.peak_bytes
     limits = parse_budget(budget, most_bytes).on_storage_of(store_bytes, graph)
+    return _within(Schedule.of(graph, costs, limits, planner(graph, costs, limits)))
 
-    def as_a_whole() -> Schedule | None:
-        """The function as `jax.jit` compiles it, if the budget covers that."""
-        hoped_bytes = whole_bytes or everything.usage.peak_bytes / HOPE
-        if whole is None or in_stages or hoped_bytes > limits.memory_bytes:
-            return None
-        compiled = step or whole()
-        learnt["whole_bytes"] = compiled.nbytes
-        plan = _best_of_all(everything, planner)
-        schedule = Schedule.of(graph, costs, limits, plan, everything.program)
-        used = _as_compiled(schedule.usage, compiled.nbytes)
-        if not fits(used, limits):
-            return None
-        return dataclasses.replace(schedule, step=compiled, compilations=1)
 
-    if not is_rewritten and (schedule := as_a_whole()) is not None:
-        return schedule
-    compiled, compilations = None, 0
-    if build is None:
-        plan = planner(graph, costs, limits)
-    else:
-        first = None
-        if "allowed" in known and "stage_bytes" in known:
-            first = known["allowed"], known["stage_bytes"]
+# XLA computes some values again inside a loop that would be kept otherwise, and so may
+# need less than keep-all. What keep-all needs more of than this is not compiled whole.
+HOPE = 1.25
+
+
+class _Compilation:
+    """A step on its way to a schedule: as a whole, or planned and in stages."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        costs: Costs,
+        budget: BudgetLike,
+        planner: Planner,
+        target: Target,
+        store_bytes: float,
+        cache: PlanCache | None,
+    ):
+        self.graph, self.costs, self.target = graph, costs, target
+        self.planner, self.budget, self.cache = planner, budget, cache
+        self.everything = keep_everything(graph, costs)
+        self.whole: Step | None = None
+        self.facts: dict[str, int] = {}  # that only compiling tells
+        if cache is not None:
+            self.facts = cache.learnt(graph, costs, budget, planner)
+        self.limits = self._limits().on_storage_of(store_bytes, graph)
+
+    def _limits(self) -> Budget:
+        if self.target.whole and is_percentage(self.budget):
+            if "whole_bytes" not in self.facts:
+                self._compile_whole(self.target.whole)
+        most_bytes = max(
+            self.everything.usage.peak_bytes,
+            keep_all_bytes(self.graph, self.costs, self.target.scratch),
+            self.facts.get("whole_bytes", 0),
+        )
+        return parse_budget(self.budget, most_bytes)
+
+    def _compile_whole(self, compile_whole: Callable[[], Step]) -> Step:
+        if self.whole is None:
+            self.whole = compile_whole()
+            self.facts["whole_bytes"] = self.whole.nbytes
+        return self.whole
+
+    def schedule(self) -> Schedule:
+        """The step as a whole if the budget covers that, else in stages; the other way
+        around if passes made stages faster."""
+        first, second = self.as_a_whole, self.in_stages
+        if not self.target.is_rewritten:
+            return first() or second()
         try:
-            fitted = compile_within(
-                graph, costs, planner, limits, build, scratch, first
-            )
+            return second()
         except BudgetTooSmall:
-            if is_rewritten and (schedule := as_a_whole()) is not None:
+            if (schedule := first()) is not None:
                 return schedule
             raise
-        plan, compiled, compilations = fitted.plan, fitted.step, fitted.compilations
-        learnt |= {"allowed": fitted.allowed, "stage_bytes": fitted.stage_bytes}
-    if cache is not None and not plan.statistics.get("interrupted"):
-        cache.learn(graph, costs, budget, asked, known | learnt)
-    schedule = Schedule.of(graph, costs, limits, plan)
-    used = _as_compiled(schedule.usage, None if compiled is None else compiled.nbytes)
-    if not fits(used, limits):
-        raise PlanInvalid(
-            f"{plan.planner} was asked for a plan within {limits}, and its "
-            f"plan uses {schedule.usage}. Its own rules allow that plan, the "
-            "simulator's do not. Type a larger budget for it, or use "
-            "poet_jax.MilpPlanner()."
+
+    def as_a_whole(self) -> Schedule | None:
+        """The function as `jax.jit` compiles it, if the budget covers that."""
+        least_bytes = self.everything.usage.peak_bytes / HOPE
+        least_bytes = self.facts.get("whole_bytes", least_bytes)
+        target, limits = self.target, self.limits
+        if (
+            target.whole is None
+            or target.in_stages
+            or least_bytes > limits.memory_bytes
+        ):
+            return None
+        step = self._compile_whole(target.whole)
+        plan = _best_of_all(self.everything, self.planner)
+        schedule = Schedule.of(
+            self.graph, self.costs, limits, plan, self.everything.program
         )
-    return dataclasses.replace(schedule, step=compiled, compilations=compilations)
+        if not fits(_as_compiled(schedule.usage, step.nbytes), limits):
+            return None
+        return dataclasses.replace(schedule, step=step, compilations=1)
+
+    def in_stages(self) -> Schedule:
+        """A plan of the planner's that fits as it is compiled."""
+        graph, costs, cache, facts = self.graph, self.costs, self.cache, self.facts
+        planner = self.planner if cache is None else cache.planner(self.planner)
+        first = None
+        if "allowed" in facts and "stage_bytes" in facts:
+            first = facts["allowed"], facts["stage_bytes"]
+        target = self.target
+        fitted = compile_within(
+            graph, costs, planner, self.limits, target.build, target.scratch, first
+        )
+        facts |= {"allowed": fitted.allowed, "stage_bytes": fitted.stage_bytes}
+        if cache is not None and not fitted.plan.statistics.get("interrupted"):
+            cache.learn(graph, costs, self.budget, self.planner, facts)
+        schedule = Schedule.of(graph, costs, self.limits, fitted.plan)
+        step, compilations = fitted.step, fitted.compilations
+        return _within(
+            dataclasses.replace(schedule, step=step, compilations=compilations)
+        )
+
+
+def _within(schedule: Schedule) -> Schedule:
+    """`schedule`; raises PlanInvalid if it exceeds its budget."""
+    plan, usage, budget = schedule.plan, schedule.usage, schedule.budget
+    if not fits(_as_compiled(usage, schedule.compiled_bytes), budget):
+        raise PlanInvalid(
+            f"{plan.planner} returned a plan that uses {usage}, and the budget is "
+            f"{budget}. The simulator judges plans, not the planner's own rules. "
+            "Correct the planner, or use poet_jax.MilpPlanner()."
+        )
+    return schedule
 
 
 def _as_compiled(usage: Usage, compiled_bytes: int | None) -> Usage:

@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from poet_jax.api.arguments import StaticArguments, difference
 from poet_jax.api.cache import PlanCache
 from poet_jax.api.effects import Effects, effects
 from poet_jax.api.pareto import Front, pareto
-from poet_jax.api.schedule import Schedule, make_schedule
+from poet_jax.api.schedule import Schedule, Target, make_schedule
 from poet_jax.core.costs import Costs
 from poet_jax.core.device import DeviceProfile
 from poet_jax.core.errors import BudgetTooSmall, CannotTrace, ClosesOverTracer
@@ -31,7 +31,7 @@ from poet_jax.devices.machine import host, on_cpu, paging_problem
 from poet_jax.devices.price import price
 from poet_jax.emit import emit
 from poet_jax.emit.executor import HostExecutor, PagedStep, Run, Step
-from poet_jax.passes import PASSES, Pass
+from poet_jax.passes import PASSES, Pass, run_passes
 from poet_jax.passes.cpu.scratch import node_scratch
 from poet_jax.planners.milp.search import MilpPlanner
 from poet_jax.stores.paged import PagedArray, at_home
@@ -171,47 +171,64 @@ class Scheduled:
             jitted = self._jitted_for(key, self._fun)
             traced = self._traced(args, kwargs, reason, jitted)
             graph, costs = self.priced(traced)
-            scratch, scratch_bytes = _scratch(graph)
-
-            def whole() -> Step:
-                own_bytes = _scratch(traced)[1]
-                return Step(jitted, args, kwargs, graph, scratch_bytes=own_bytes)
-
-            def build(program: Program) -> Step | PagedStep:
-                emitted = emit(program, trace=self.executor.trace)
-                if emitted.records or graph.stored:
-                    return PagedStep(emitted, self.executor.store, scratch_bytes)
-
-                def within(*args: Any, **kwargs: Any) -> Any:
-                    results = emitted(*self._leaves(args, kwargs))
-                    return jax.tree.unflatten(graph.out_tree, results)
-
-                return Step(
-                    self._jitted_for(key, within),
-                    args,
-                    kwargs,
-                    graph,
-                    scratch_bytes=scratch_bytes,
-                    recomputed=program.recomputed,
-                )
-
+            target = self._target(key, jitted, args, kwargs, traced, graph, costs)
             problem = paging_problem()
+            store_bytes = 0 if problem else self.store_bytes
             with eval_context(), _noting(problem):
                 self._schedules[key] = make_schedule(
                     graph,
                     costs,
                     self.budget,
                     self.planner,
-                    build,
-                    None if graph.stored else whole,
-                    scratch,
-                    0 if problem else self.store_bytes,
-                    in_stages=self.executor.trace,
-                    is_rewritten=_is_faster(graph, costs, self.device or host()),
-                    cache=self._cache,
+                    target,
+                    store_bytes,
+                    self._cache,
                 )
             self._latest = key
         return self._schedules[key]
+
+    def _target(
+        self,
+        key: Any,
+        jitted: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        traced: Graph,
+        graph: Graph,
+        costs: Costs,
+    ) -> Target:
+        """What compiles this function for arguments of one key."""
+        scratch, scratch_bytes = _scratch(graph)
+
+        def whole() -> Step:
+            own_bytes = _scratch(traced)[1]
+            return Step(jitted, args, kwargs, graph, scratch_bytes=own_bytes)
+
+        def build(program: Program) -> Step | PagedStep:
+            emitted = emit(program, trace=self.executor.trace)
+            if emitted.records or graph.stored:
+                return PagedStep(emitted, self.executor.store, scratch_bytes)
+
+            def within(*args: Any, **kwargs: Any) -> Any:
+                results = emitted(*self._leaves(args, kwargs))
+                return jax.tree.unflatten(graph.out_tree, results)
+
+            return Step(
+                self._jitted_for(key, within),
+                args,
+                kwargs,
+                graph,
+                scratch_bytes=scratch_bytes,
+                recomputed=program.recomputed,
+            )
+
+        return Target(
+            build,
+            None if graph.stored else whole,
+            scratch,
+            in_stages=self.executor.trace,
+            is_rewritten=_is_faster(graph, costs, self.device or host()),
+        )
 
     def _jitted_for(self, key: Any, fun: Callable) -> Any:
         """`jax.jit` of `fun`, which has this function's signature, for calls with one
@@ -237,8 +254,7 @@ class Scheduled:
 
     def priced(self, graph: Graph) -> tuple[Graph, Costs]:
         """What the passes make of a graph of single equations, and its costs."""
-        for change in self.passes:
-            graph = change(graph)
+        graph = run_passes(graph, self.passes)
         with eval_context():
             return graph, price(graph, self.device or host())
 

@@ -226,9 +226,7 @@ class DeviceProfile:
             if name == "rates":
                 value = f"{len(value)} kinds"
             shown = f"{value:.6g}" if isinstance(value, float) else str(value)
-            rows.append(
-                (name, shown, self.origin(name) if name in given else "default")
-            )
+            rows.append((name, shown, self.origin(name)))
         return rows
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
 """Passes, `Graph -> Graph`, in the order in which `schedule` makes them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from poet_jax.core.graph import Graph
 from poet_jax.passes.cpu.rules import cpu_kernels
@@ -24,6 +24,14 @@ PASSES: tuple[Pass, ...] = (
     cpu_kernels,
 )
 
+
+def run_passes(graph: Graph, passes: Iterable[Pass] = PASSES) -> Graph:
+    """What `passes` in turn make of a graph of single equations."""
+    for change in passes:
+        graph = change(graph)
+    return graph
+
+
 __all__ = [
     "PASSES",
     "Pass",
@@ -33,6 +41,7 @@ __all__ = [
     "fold_scales",
     "push_slices",
     "reorder",
+    "run_passes",
     "inline_cheap",
     "stream_state",
 ]
