@@ -136,7 +136,7 @@ def load_dataset(
         return _cifar10(folder)
     raise ValueError(
         f"A dataset named {name!r} was asked for. The datasets are "
-        f"{', '.join(DATASETS)}. Type --dataset=digits for the smallest."
+        f"{', '.join(DATASETS)}. Use --dataset=digits for the smallest."
     )
 
 
@@ -227,7 +227,7 @@ def _cifar10(folder: str | None) -> Dataset:
         raise FileNotFoundError(
             f"CIFAR-10 was asked for, and {', '.join(missing)} not found in "
             f"{folder or 'no folder'}. It is read from the extracted folder of "
-            "cifar-10-python.tar.gz and never downloaded. Type --data_folder=PATH, or "
+            "cifar-10-python.tar.gz and never downloaded. Use --data_folder=PATH, or "
             "--dataset=photos for real images of the same shape."
         )
     pixels, labels = [], []

@@ -88,7 +88,7 @@ def parse_model(name: str) -> tuple[str, dict[str, Any]]:
     if family not in OPTIONS:
         raise ValueError(
             f"A model named {name!r} was asked for. The models are "
-            f"{', '.join(OPTIONS)}. Type for example --model=resnet18, or "
+            f"{', '.join(OPTIONS)}. Use for example --model=resnet18, or "
             "--model=bert:layers=6,width=256,heads=4."
         )
     options = dict(OPTIONS[family])
@@ -100,7 +100,7 @@ def parse_model(name: str) -> tuple[str, dict[str, Any]]:
             known = ", ".join(f"{k}={v}" for k, v in OPTIONS[family].items())
             raise ValueError(
                 f"The option {item!r} was asked for in {name!r}. The options of "
-                f"{family} and their defaults are {known}. Type for example "
+                f"{family} and their defaults are {known}. Use for example "
                 f"--model={family}:{known.split(', ')[0]}."
             ) from None
     return family, options
@@ -128,7 +128,7 @@ def make_model(
     if framework not in FRAMEWORKS:
         raise ValueError(
             f"{name} was asked for in {framework!r}. Models are written in nnx and in "
-            "linen. Type --framework=nnx."
+            "linen. Use --framework=nnx."
         )
     if is_text_model(name) != (dataset_spec.vocabulary is not None):
         reads, given = "tokens", "images"
@@ -136,7 +136,7 @@ def make_model(
             reads, given = given, reads
         raise ValueError(
             f"{name} was asked for on {given} of shape {dataset_spec.input_shape}. It "
-            f"reads {reads}. Type --dataset=text for bert and gpt, or for example "
+            f"reads {reads}. Use --dataset=text for bert and gpt, or for example "
             "--dataset=photos for the others."
         )
     classes, rngs = dataset_spec.num_classes, nnx.Rngs(seed)
@@ -541,7 +541,7 @@ def _transformer_config(name: str, spec: DatasetSpec) -> TransformerConfig:
         raise ValueError(
             f"{name} was asked for, with norm={norm}, width={options['width']} and "
             f"heads={options['heads']}. norm is pre or post, and heads divides width. "
-            "Type for example --model=bert:layers=6,width=256,heads=4,norm=post."
+            "Use for example --model=bert:layers=6,width=256,heads=4,norm=post."
         )
     options["length"] = max(options["length"], spec.input_shape[0])
     return TransformerConfig(

@@ -311,7 +311,7 @@ def run_steps(
     rows = read_rows(path)
     if not rows:
         sys.exit(
-            f"Rows of {path} were to be drawn, and there are none. Type the same "
+            f"Rows of {path} were to be drawn, and there are none. Use the same "
             "command without --plot to measure them."
         )
     plot(rows, path.with_suffix(".png"))
@@ -342,7 +342,7 @@ def fill(
         if rows and tuple(rows[0]) != tuple(columns):
             sys.exit(
                 f"Rows were to be added to {path}, whose columns are others: it is of "
-                "another version. Move it away, or type another --output."
+                "another version. Move it away, or use another --output."
             )
         places = [tuple(row[name] for name in names) for row in rows]
         if part in places and ONLY_MISSING.value:
@@ -362,5 +362,5 @@ def fill(
     if failed:
         sys.exit(
             f"{len(failed)} of {len(parts)} rows ended in an error, which is above: "
-            f"{failed}. Type the same command with --only_missing to try these again."
+            f"{failed}. Use the same command with --only_missing to try these again."
         )

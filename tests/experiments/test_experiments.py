@@ -132,10 +132,10 @@ def test_train_and_eval_mode_differ_by_dropout_and_batch_statistics():
         ("bert:norm=both", "linen", TEXT, "norm is pre or post"),
     ],
 )
-def test_bad_model_says_what_to_type(name, framework, spec, says):
+def test_bad_model_says_what_to_use(name, framework, spec, says):
     with pytest.raises(ValueError, match=says) as error:
         models.make_model(name, framework, dataset_spec=spec, seed=0)
-    assert "Type -" in str(error.value) or "Type for example -" in str(error.value)
+    assert "Use -" in str(error.value) or "Use for example -" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -193,8 +193,8 @@ def test_cifar10_is_read_from_a_folder(tmp_path):
     np.testing.assert_allclose(green, pixels[1024 + 1] * 2 / 255 - 1, rtol=1e-6)
 
 
-def test_missing_data_says_what_to_type(tmp_path):
-    with pytest.raises(FileNotFoundError, match="Type --data_folder=PATH"):
+def test_missing_data_says_what_to_use(tmp_path):
+    with pytest.raises(FileNotFoundError, match="Use --data_folder=PATH"):
         load_dataset("cifar10", folder=str(tmp_path))
     with pytest.raises(ValueError, match="The datasets are digits"):
         load_dataset("imagenet")
@@ -319,7 +319,7 @@ def test_training_within_a_budget_is_plain_training(tmp_path):
                 "budget": "1KiB",
                 "planner": "greedy",
             },
-            "Type a budget of at least",
+            "a budget of at least",
         ),
     ],
 )
@@ -430,7 +430,7 @@ def test_rows_are_written_at_once_and_over_older_ones(tmp_path):
 
         return measure
 
-    with pytest.raises(SystemExit, match="Type the same command with --only_missing"):
+    with pytest.raises(SystemExit, match="Use the same command with --only_missing"):
         measuring.fill(path, columns, parts, fails_at("b"))
     assert [row["model"] for row in rows_of(path)] == ["a", "c"]
     with flagsaver.flagsaver(only_missing=True):
@@ -439,7 +439,7 @@ def test_rows_are_written_at_once_and_over_older_ones(tmp_path):
     measuring.fill(path, columns, parts[:1], fails_at())
     assert [row["model"] for row in rows_of(path)] == ["a", "c", "b"]
     assert rows_of(path)[0]["x"] == "a without ()"
-    with pytest.raises(SystemExit, match="type another --output"):
+    with pytest.raises(SystemExit, match="use another --output"):
         measuring.fill(path, (*columns, "y"), parts, fails_at())
 
 
