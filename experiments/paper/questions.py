@@ -1,4 +1,6 @@
-"""The questions of the POET paper, asked of traced models; README.md has the findings.
+"""The questions of the POET paper, asked of traced models.
+
+docs/benchmarks/poet.md has the findings.
 
     python -m experiments.paper.questions --question=ram
     python -m experiments.paper.questions --plot
