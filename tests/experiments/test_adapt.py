@@ -52,6 +52,7 @@ def arrays_of(module: nnx.Module) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.usefixtures("standard_promotion")  # of a schedule of rates of optax
 def test_what_was_learned_is_kept_but_for_the_head(tmp_path):
     old = load_halves("digits").old
     untrained = arrays_of(learned(TINY, old, 0, tmp_path))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from strategies import DEVICE, examples
 
@@ -46,11 +46,8 @@ def convolutions(draw):
         st.sampled_from(["SAME", "VALID"]) | st.tuples(*[ends] * rank).map(list)
     )
     batch, inputs, outputs = (draw(st.integers(1, 5)) for _ in range(3))
-    space = sizes(9, 14)
-    if rank == 2 and draw(st.booleans()):  # its rows come in parts
-        space, inputs = sizes(48, 60), 64
     rng = np.random.default_rng(draw(st.integers(0, 99)))
-    image = rng.normal(size=(batch, *space, inputs)).astype(np.float32)
+    image = rng.normal(size=(batch, *sizes(9, 14), inputs)).astype(np.float32)
     kernel = rng.normal(size=(*sizes(1, 3), inputs, outputs)).astype(np.float32)
     convolution = functools.partial(
         convolve,
@@ -62,7 +59,19 @@ def convolutions(draw):
     return convolution, jnp.asarray(image), jnp.asarray(kernel)
 
 
+def large(image, kernel, **options):
+    """(convolution, image, kernel) of these shapes."""
+    keys = jax.random.split(jax.random.key(0))
+    convolution = functools.partial(convolve, **options)
+    return (
+        convolution,
+        jax.random.normal(keys[0], image),
+        jax.random.normal(keys[1], kernel),
+    )
+
+
 @examples(25)
+@example(case=large((2, 56, 56, 64), (3, 3, 64, 4)))  # rows come in parts
 @given(case=convolutions())
 def test_they_are_the_gradients_of_xla_whatever_stride_padding_and_dilation(case):
     """Also of images so large that their rows come in parts."""
@@ -200,12 +209,9 @@ def depthwise(draw):
         st.sampled_from(["SAME", "VALID"]) | st.tuples(*[ends] * rank).map(list)
     )
     batch, channels = draw(st.integers(1, 5)), draw(st.integers(2, 4))
-    space = sizes(9, 14)
-    if draw(st.booleans()):  # images come in parts
-        channels, space = 256 if rank == 1 else 32, sizes(64, 70)
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     dtype = draw(st.sampled_from([np.float32, np.float32, np.float16]))
-    image = rng.normal(size=(batch, *space, channels)).astype(dtype)
+    image = rng.normal(size=(batch, *sizes(9, 14), channels)).astype(dtype)
     kernel = rng.normal(size=(*sizes(1, 3), 1, channels)).astype(dtype)
     convolution = functools.partial(
         convolve,
@@ -219,6 +225,9 @@ def depthwise(draw):
 
 
 @examples(30)
+@example(
+    case=large((4, 64, 64, 32), (3, 3, 1, 32), feature_group_count=32)
+)  # images come in parts
 @given(case=depthwise())
 def test_depthwise_convolutions_and_both_gradients_are_those_of_xla(case):
     """Also of images that come in parts; nothing else than floats of full precision is

