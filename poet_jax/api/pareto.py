@@ -159,10 +159,8 @@ def pareto(
         known = [x for x in plans if fits(judge_plan(graph, costs, x).usage, budget)]
         last = min(known, key=lambda plan: plan.objective, default=None)
         try:
-            if isinstance(planner, MilpPlanner):
-                plan = planner(graph, costs, budget, last)
-            else:
-                plan = planner(graph, costs, budget)
+            start = [last] if isinstance(planner, MilpPlanner) else []
+            plan = planner(graph, costs, budget, *start)
         except BudgetTooSmall:
             is_limited = budget.store_bytes is not None or budget.seconds is not None
             if not is_limited or budget is asked[-1]:

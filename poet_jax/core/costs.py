@@ -20,7 +20,7 @@ class Costs:
 
     Attributes:
       seconds, joules: [N] of one run of a node; joules over idle.
-      workspace_bytes: [N] allocated during a run, beside operands and results.
+      workspace_bytes: [N] allocated during a run, besides operands and results.
       nbytes: [V] of a value in RAM and on storage.
       page_in_seconds, page_out_seconds, page_in_joules, page_out_joules: [V].
       static_watts: of idle, drawn throughout the step.

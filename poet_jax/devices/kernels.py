@@ -337,7 +337,7 @@ class _Partition:
         )
 
     def workspace_bytes(self) -> int:
-        """Most bytes alive at once beside operands and results.
+        """Most bytes alive at once besides operands and results.
 
         As in XLA, buffers of results that are not written yet serve as workspace.
         """
@@ -366,7 +366,7 @@ class _Partition:
 
 
 def workspace_bytes(node: Node) -> int:
-    """Workspace of a node: what it allocates beside operands and results."""
+    """Workspace of a node: what it allocates besides operands and results."""
     return _Partition(node.equations, node.writes).workspace_bytes()
 
 

@@ -25,14 +25,12 @@ _SMALL_BYTES, _PROBE_BYTES = 2**16, 2**25
 _PROBES = 12
 _PAUSE_SECONDS = 0.005  # between small transfers, about as in a step
 _MOST_CONTENTION = 0.9  # even if the machine was busy
-_STORAGE = "measured: FileStore, 64 KiB and 32 MiB, with checksum, beside products"
 # For a machine that cannot page; its plans do not read these.
 _ASSUMED = {
     "page_out_bytes_per_second": 1e9,
     "page_in_bytes_per_second": 1e9,
     "contention": 0.0,
 }
-_HOST_MEMORY = "measured: HostStore, 64 KiB and 32 MiB, pinned memory, beside products"
 
 
 def default_store() -> Store:
@@ -46,7 +44,10 @@ def paging_problem() -> str:
 
 
 def _transfers() -> str:
-    return _STORAGE if on_cpu() else _HOST_MEMORY
+    """Origin of the transfer rates."""
+    if on_cpu():
+        return "measured: FileStore, 64 KiB and 32 MiB, with checksum, beside products"
+    return "measured: HostStore, 64 KiB and 32 MiB, pinned memory, beside products"
 
 
 def on_cpu() -> bool:

@@ -20,7 +20,7 @@ class Timed(NamedTuple):
 
     Attributes:
       seconds: of one run, without JAX's overhead to start an executable.
-      temp_bytes: XLA's workspace, beside operands and results.
+      temp_bytes: XLA's workspace, besides operands and results.
     """
 
     seconds: float

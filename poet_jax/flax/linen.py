@@ -200,12 +200,12 @@ class TrainStep:
         return ArrayStep(self._scheduled, args, self.scheme, state.part, *inside)
 
     def effects(self, state: TrainState, batch: Any) -> Effects:
-        """What each pass makes of the step's graph; see `Scheduled.effects`."""
+        """Effects of each pass on the step's graph; see `Scheduled.effects`."""
         return self._scheduled.effects(state, batch)
 
     @property
     def last_run(self) -> Run | None:
-        """What the latest step measured; None before the first."""
+        """Measurements of the latest step; None before the first."""
         return self._scheduled.last_run
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:

@@ -46,12 +46,12 @@ class ScheduledModules:
         return self._scheduled, _split(args, kwargs)[:3]
 
     def effects(self, *args: Any, **kwargs: Any) -> Effects:
-        """What each pass makes of the graph for arguments like these."""
+        """Effects of each pass on the graph; see `Scheduled.effects`."""
         return self._scheduled.effects(*_split(args, kwargs)[:3])
 
     @property
     def last_run(self) -> Run | None:
-        """What the latest call measured; None before the first."""
+        """Measurements of the latest call; None before the first."""
         return self._scheduled.last_run
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -280,13 +280,13 @@ class TrainStep:
         return ArrayStep(scheduled, args, self.scheme, part, ("0/0", "0"), "0")
 
     def effects(self, batch: Any) -> Effects:
-        """What each pass makes of the step's graph; see `Scheduled.effects`."""
+        """Effects of each pass on the step's graph; see `Scheduled.effects`."""
         self._choose(batch)
         return self._scheduled.effects(self.model, self.optimizer, batch)
 
     @property
     def last_run(self) -> Run | None:
-        """What the latest step measured; None before the first."""
+        """Measurements of the latest step; None before the first."""
         return self._scheduled.last_run
 
     def __call__(self, batch: Any) -> Any:

@@ -85,7 +85,7 @@ class PagedArray:
         array = np.asarray(array)
         array = array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False)
         paged = cls(store, array.shape, array.dtype, name)
-        paged.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8), None, name)
+        paged.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8), name)
         return paged
 
     @property
@@ -143,18 +143,17 @@ class PagedArray:
         for k, checksum in zip(self._numbers(block), checksums, strict=True):
             self._checksums[k] = int(checksum)
 
-    def write(self, data: np.ndarray, block: int | None, name: str) -> None:
-        """Write `data`, uint8 [nbytes], to one row block, or to all."""
+    def write(self, data: np.ndarray, name: str) -> None:
+        """Write all of `data`, uint8 [nbytes]. Raises PageStoreError, naming `name`."""
         written = [
             library.write(descriptor, flags, part, sector * SECTOR_BYTES, name)
-            for part, (descriptor, sector, flags, _) in self._parts(data, block, name)
+            for part, (descriptor, sector, flags, _) in self._parts(data, name)
         ]
-        self.set_checksums(block, written)
+        self.set_checksums(None, written)
 
-    def read(self, into: np.ndarray, block: int | None, name: str) -> None:
-        """Fill `into`, uint8 [nbytes], from one row block, or from all."""
-        for part, place in self._parts(into, block, name):
-            descriptor, sector, flags, checksum = place
+    def read(self, into: np.ndarray, name: str) -> None:
+        """Fill `into`, uint8 [nbytes]. Raises as `places`, naming `name`."""
+        for part, (descriptor, sector, flags, checksum) in self._parts(into, name):
             offset = sector * SECTOR_BYTES
             library.read(descriptor, flags, part, offset, checksum, name)
 
@@ -173,14 +172,15 @@ class PagedArray:
         )
 
     def _parts(
-        self, data: np.ndarray, block: int | None, name: str
+        self, data: np.ndarray, name: str
     ) -> Iterator[tuple[np.ndarray, tuple[int, int, int, int]]]:
         """(its part of `data`, its place) of each block."""
         start = 0
-        numbers, places = self._numbers(block), self.places(block, name)
-        for k, place in zip(numbers, places, strict=True):
-            yield data[start : start + self.block_bytes[k]], place
-            start += self.block_bytes[k]
+        for nbytes, place in zip(
+            self.block_bytes, self.places(None, name), strict=True
+        ):
+            yield data[start : start + nbytes], place
+            start += nbytes
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         if copy is False:
@@ -191,7 +191,7 @@ class PagedArray:
         # Transfers to page-aligned memory need no copy.
         memory = np.empty(self.nbytes + SECTOR_BYTES, np.uint8)
         data = memory[-memory.ctypes.data % SECTOR_BYTES :][: self.nbytes]
-        self.read(data, None, str(self))
+        self.read(data, str(self))
         array = data.view(self.dtype).reshape(self.shape)
         return array if dtype is None else array.astype(dtype)
 

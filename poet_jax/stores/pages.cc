@@ -135,7 +135,7 @@ std::string MoveChunk(const Page& page, char* memory, int64_t size, int64_t offs
                  : pread(page.descriptor, memory + done, whole - done, offset + done);
     if (count < 0 && errno == EINTR) continue;
     if (count < 0) return Reason(errno);
-    // The rest of a short transfer starts at a sector, too.
+    // The rest of a short transfer must start at a sector.
     if (page.direct && done + count < needed) count -= count % kSector;
     if (count == 0 && !page.out)
       return "the file ends within " + std::to_string(size - done) + " bytes from " +

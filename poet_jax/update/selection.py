@@ -76,7 +76,7 @@ def contributions(
     always: Mapping[str, float] | None = None,
     path: str | os.PathLike | None = None,
 ) -> dict[str, float]:
-    """What each item adds to the score when it is trained with `always`.
+    """Measure what each item adds to a score when it is trained with `always`.
 
     Args:
       score: trains an update from the start (None for nothing) and returns the quality

@@ -76,7 +76,7 @@ def test_a_closed_store_is_empty_and_may_be_used_again(store):
     store.close()
     assert store.nbytes == 0 and os.fstat(number).st_size == 0
     with pytest.raises(poet_jax.PageStoreError, match="'w'.*forgets everything"):
-        kept.read(np.empty(kept.nbytes, np.uint8), None, "w")
+        kept.read(np.empty(kept.nbytes, np.uint8), "w")
     again = PagedArray.of(X, store)
     del kept  # its room is somebody else's now
     gc.collect()
@@ -280,7 +280,10 @@ def test_blocks_of_an_array_have_places_and_checksums_of_their_own(store):
     np.testing.assert_array_equal(all_of_it, X)
     np.testing.assert_array_equal(again[:, 0], record[:, 0])
 
-    array.write(np.asarray(X[rows] * 2).reshape(-1).view(np.uint8), 2, "x")
+    doubled = np.asarray(X[rows] * 2).reshape(-1).view(np.uint8)
+    ((file, sector, flags, _),) = array.places(2)
+    checksum = library.write(file, flags, doubled, sector * 4096, "x")
+    array.set_checksums(2, [checksum])
     np.testing.assert_array_equal(np.asarray(array), X.at[rows].multiply(2))
 
 
