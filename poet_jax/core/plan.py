@@ -44,8 +44,8 @@ class Budget:
                     for n, x in {"memory_bytes": 64 * 2**20, name: 2**30}.items()
                 )
                 raise ValueError(
-                    f"A budget was asked for with {name}={value!r}. It is a positive "
-                    f"number. Type for example Budget({given})."
+                    f"`{name}` of a Budget must be a positive number, got {value!r}; "
+                    f"use for example Budget({given})"
                 )
         if not math.isinf(self.memory_bytes):
             object.__setattr__(self, "memory_bytes", int(self.memory_bytes))
@@ -95,8 +95,8 @@ def parse_budget(budget: BudgetLike, keep_all_bytes: int | None = None) -> Budge
     if isinstance(budget, numbers.Real):
         return Budget(budget)  # type: ignore[arg-type]
     raise ValueError(
-        f"A budget of type {type(budget).__name__} was given. A budget is a Budget, a "
-        'number of bytes, a size, or a percentage of what keep-all needs. Type "64MiB".'
+        "A budget must be a Budget, a number of bytes, a size, or a percentage of what "
+        f'keep-all needs, got a {type(budget).__name__}; use for example "64MiB"'
     )
 
 

@@ -87,9 +87,8 @@ def write_dot(path: str | os.PathLike, program: Program, costs: Costs) -> None:
     drawer = shutil.which("dot")
     if drawer is None:
         raise FileNotFoundError(
-            f"A drawing of the graph was asked for, {path}, and the program dot is not "
-            "installed. Graphviz, which it belongs to, draws; DOT itself is text. Type "
-            f"apt install graphviz, or write {path.with_suffix('.dot')} instead."
+            f"{path} needs Graphviz, whose program dot is not installed; use "
+            f"apt install graphviz, or write {path.with_suffix('.dot')}, which is text"
         )
     command = [drawer, f"-T{path.suffix[1:]}", "-o", os.fspath(path)]
     subprocess.run(command, input=text, text=True, check=True)

@@ -62,15 +62,15 @@ def drawn(
 
     Then it is saved to `file` with `savefig`'s `options`. All figures have one style:
     letters that can be read on a telephone, dark on white whatever the page around it.
-    Raises ImportError, with what to type, without matplotlib.
+    Raises ImportError, with what to use, without matplotlib.
     """
     try:
         from matplotlib import style
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
-            "A figure was asked for, and matplotlib is not installed. It is an "
-            'optional part of poet_jax. Type pip install "poet_jax[plot]".'
+            "A figure needs matplotlib, an optional part of poet_jax, which is not "
+            'installed; use pip install "poet_jax[plot]"'
         ) from error
     with style.context(["default", STYLE]):
         figure = Figure(figsize=(width, height), layout=layout)
