@@ -21,7 +21,6 @@ from poet_jax.core.errors import BudgetTooSmall
 from poet_jax.core.graph import Graph
 from poet_jax.core.plan import Budget, Plan, Status
 from poet_jax.core.units import format_count, format_joules, format_seconds
-from poet_jax.passes.reordering import late
 from poet_jax.planners.evict import evict
 from poet_jax.planners.milp.bounds import Bounds
 from poet_jax.planners.milp.exact import Exact
@@ -46,13 +45,6 @@ logger = logging.getLogger("poet_jax")
 
 # Up to this many nodes `Exact` is solved; beyond, `Rounds`.
 EXACT_NODES = 32
-
-# Of more nodes than this for each second there is only time for one order.
-NODES_PER_SECOND = 15
-
-# If the best plan costs at most this times what every plan does, other orders of the
-# nodes are not tried.
-CHEAP = 1.005
 
 # If the best plan costs more than this times the bound, half of the time is kept for
 # choosing parts of it anew.
@@ -120,45 +112,9 @@ class MilpPlanner:
     ) -> Plan:
         """A plan that costs no more than `start`, one of this planner's, if that
         fits."""
-        numbers = late(graph)
         search = _Search(self, self.restrict(graph), costs, budget, start)
-        most = NODES_PER_SECOND * self.time_limit_seconds
-        one = not EXACT_NODES < len(numbers) <= most or list(numbers) == sorted(numbers)
-        if one or search.is_hopeless():
-            search.run(self.time_limit_seconds)
-            return search.plan()
-        return self._plan_in_two_orders(search, numbers, start)
-
-    def _plan_in_two_orders(
-        self, given: "_Search", numbers: tuple[int, ...], start: Plan | None
-    ) -> Plan:
-        """The better of `given`'s plan and one in the order `numbers` of its nodes:
-        each has a quarter of the time, and the better one what is left."""
-        graph, costs, quarter = given.graph, given.costs, self.time_limit_seconds / 4
-        moved = dataclasses.replace(
-            graph, nodes=tuple(graph.nodes[number] for number in numbers)
-        )
-        costs = costs.of(numbers, range(len(graph.values)))
-        places = {number: place for place, number in enumerate(numbers)}
-        moved_start = start and start.renumbered(places)
-        searches = [given]
-        given.run(quarter)
-        if not (given.is_interrupted or (start is None and given.is_cheap())):
-            parts = self, moved, costs, given.budget, moved_start
-            searches.append(_Search(*parts, given.since))
-            try:
-                searches[-1].run(2 * quarter)
-            except KeyboardInterrupt:
-                if given.best is None:
-                    raise
-        best = min(searches, key=_Search.least)
-        if any(search.is_interrupted for search in searches):
-            best.statistics["interrupted"] = 1
-        else:
-            best.run(self.time_limit_seconds)
-        if best is given or best.best is None:
-            return given.plan()
-        return best.plan().renumbered(dict(enumerate(numbers)))
+        search.run()
+        return search.plan()
 
     def restrict(self, graph: Graph) -> Graph:
         """`graph` with the planner's switches and pins as what its parts allow."""
@@ -216,7 +172,6 @@ class _Search:
     Args:
       planner, graph, costs, budget: what is asked.
       start: a plan to begin with, if it is in this order of nodes.
-      since: when the planning began; now by default.
     """
 
     def __init__(
@@ -226,18 +181,15 @@ class _Search:
         costs: Costs,
         budget: Budget,
         start: Plan | None = None,
-        since: float | None = None,
     ):
         self.planner, self.graph = planner, graph
         self.costs, self.budget = costs, budget
-        self.since = time.monotonic() if since is None else since
-        self.limit_seconds = planner.time_limit_seconds  # since then
+        self.since = time.monotonic()
+        self.limit_seconds = planner.time_limit_seconds
         self.bound = least_objective(graph, costs, planner.objective)
         self.floor_bytes = floor_bytes(graph, costs)
         self.best: Judged | None = None
         self.solver_found = False  # a plan, however good
-        self.is_interrupted = False
-        self.by_cuts: Rounds | None = None
         self.bounds = Bounds(graph, costs, budget, planner)
         self.evictions: dict[tuple[bool, bool], Judged] = {}  # by (remat, paging)
         self.baseline = self.leanest = keep_everything(graph, costs)
@@ -280,11 +232,6 @@ class _Search:
         below = self.budget.memory_bytes < self.floor_bytes
         return below or is_too_late(self.costs, self.budget)
 
-    def is_cheap(self) -> bool:
-        """Whether no order of the nodes could have a much better plan."""
-        least = least_objective(self.graph, self.costs, self.planner.objective)
-        return self.least() <= CHEAP * least
-
     def __str__(self) -> str:
         """For the progress line."""
         energy = self.planner.objective == "energy"
@@ -299,15 +246,13 @@ class _Search:
             f"{show(self.bound)}, {max(left, 0.0):.0f} s left"
         )
 
-    def run(self, limit_seconds: float) -> None:
-        """Look for plans until so much of the planning's time is over, or go on."""
-        self.limit_seconds = limit_seconds
+    def run(self) -> None:
+        """Look for plans until the gap or the time is reached."""
         try:
             with progress.line(self.__str__, self.planner.progress):
                 if not (self.is_optimal() or self.is_hopeless()):
                     self.search()
         except KeyboardInterrupt:
-            self.is_interrupted = True
             if self.best is None:
                 self.heuristics()
             if self.best is None:
@@ -346,7 +291,7 @@ class _Search:
         )
         budget = dataclasses.replace(self.budget, seconds=None)
         search = _Search(planner, self.graph, self.costs, budget)
-        search.run(planner.time_limit_seconds)
+        search.run()
         plan = search.plan()
         self.consider(judge_plan(self.graph, self.costs, plan))
         return plan
@@ -354,7 +299,7 @@ class _Search:
     def search(self) -> None:
         """Heuristics, then programs; the other way round for many nodes."""
         many = len(self.graph.nodes) > MANY_NODES
-        if not many and self.by_cuts is None:
+        if not many:
             self.heuristics()
         if not self.is_optimal():
             self.solve()
@@ -422,9 +367,8 @@ class _Search:
         """Solve with cuts added where plans exceed the budget, until one does not, and
         choose parts of the best plan anew, and prove it; then all once more in the time
         left."""
-        rounds = self.by_cuts = self.by_cuts or self.rounds(self.budget)
-        limit = self.planner.time_limit_seconds
-        proving = PROVING * limit if self.limit_seconds >= limit else 0.0
+        rounds = self.rounds(self.budget)
+        proving = PROVING * self.planner.time_limit_seconds
         for kept in (self.limit_seconds / 2, 0.0):
             self.kept_seconds = max(min(kept, self.seconds_left() / 2), proving)
             self.solve_rounds(rounds)
