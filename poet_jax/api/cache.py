@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import logging
@@ -17,6 +16,7 @@ import numpy as np
 from poet_jax.core.costs import Costs
 from poet_jax.core.graph import Graph
 from poet_jax.core.plan import (
+    BasePlanner,
     Budget,
     BudgetLike,
     Plan,
@@ -76,8 +76,7 @@ class PlanCache:
 
     def planner(self, planner: Planner) -> Planner:
         """`planner`, whose plans are kept."""
-        keeping = functools.partial(self.plan, planner)
-        return functools.update_wrapper(keeping, planner)  # keeps its objective
+        return _Keeping(self, planner)
 
     def learnt(
         self, graph: Graph, costs: Costs, budget: BudgetLike, planner: Planner
@@ -126,6 +125,19 @@ class PlanCache:
             )
 
 
+class _Keeping(BasePlanner):
+    """A planner whose plans are kept in a cache."""
+
+    def __init__(self, cache: PlanCache, planner: Planner):
+        self.cache, self.planner = cache, planner
+        self.objective = BasePlanner.of(planner).objective
+
+    def __call__(
+        self, graph: Graph, costs: Costs, budget: Budget, start: Plan | None = None
+    ) -> Plan:
+        return self.cache.plan(self.planner, graph, costs, budget)
+
+
 def plan_key(graph: Graph, costs: Costs, budget: BudgetLike, planner: Planner) -> str:
     """A hash that is the same on every run and machine for equal inputs.
 
@@ -144,9 +156,8 @@ def plan_key(graph: Graph, costs: Costs, budget: BudgetLike, planner: Planner) -
             "leave plan_cache out."
         )
     columns = [np.asarray(x, float).tobytes() for x in vars(costs).values()]
-    pins = any(
-        getattr(planner, pin, ()) for pin in ("keep", "never_page", "never_remat")
-    )
+    asked = BasePlanner.of(planner)
+    pins = asked.keep or asked.never_page or asked.never_remat
     names = repr([value.name for value in graph.values]) if pins else ""
     return _hash(graph.fingerprint, *columns, repr(budget), name, names)
 

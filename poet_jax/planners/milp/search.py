@@ -19,7 +19,7 @@ from poet_jax.core import progress
 from poet_jax.core.costs import Costs
 from poet_jax.core.errors import BudgetTooSmall
 from poet_jax.core.graph import Graph
-from poet_jax.core.plan import Budget, Plan, Status
+from poet_jax.core.plan import BasePlanner, Budget, Plan, Status
 from poet_jax.core.units import format_count, format_joules, format_seconds
 from poet_jax.planners.evict import evict
 from poet_jax.planners.milp.bounds import Bounds
@@ -62,7 +62,7 @@ MANY_NODES = 300
 
 
 @dataclasses.dataclass(frozen=True)
-class MilpPlanner:
+class MilpPlanner(BasePlanner):
     """The cheapest mix of keeping, rematerialising and paging, with a proven bound.
 
     Attributes:
