@@ -6,9 +6,9 @@ goes on with what it has.
 """
 
 import array
+import concurrent.futures
 import dataclasses
 import importlib
-import itertools
 import logging
 import math
 import os
@@ -23,12 +23,6 @@ from typing import Any
 
 import numpy as np
 
-# A program of many binaries that are of few kinds is solved by kinds. Rows of more
-# terms than the last number are told apart.
-FEW, MOST_KINDS = 200, 100
-SHORT_ROW = 50
-# By so much a row of fixed variables may miss.
-TOLERANCE = 1e-6
 # So many programs are solved at once, each by a process on a core of its own.
 TOGETHER = min(4, os.cpu_count() or 1)
 # A solver that is not back this long after its time limit is killed.
@@ -142,26 +136,23 @@ class Model:
     ) -> Solution:
         """The Solution after `seconds` or at the relative gap, `start` given; with all
         binaries from 0 to 1 if `relaxed`, and with variables, by number, `fixed`."""
+        lower, upper = np.zeros(len(self.upper)), np.array(self.upper)
+        lower[[*fixed]] = upper[[*fixed]] = [*fixed.values()]
         problem = self._minimised | {
             "solver": self.solver,
             "gap": self.gap,
             "absolute_gap": max(self.gap * self.least, 1e-12),
             "seconds": seconds,
-            "upper": self.upper,
+            "lower": lower.tolist(),
+            "upper": upper.tolist(),
             "binary": [binary and not relaxed for binary in self.binary],
             "start": [(y.idx, value) for y, value in start],
-            "lengths": np.array(self._lengths),
-            "columns": np.array(self._columns),
-            "coefficients": np.array(self._coefficients),
-            "constants": np.array(self._constants),
+            "lengths": self._lengths,
+            "columns": self._columns,
+            "coefficients": self._coefficients,
+            "constants": self._constants,
             "senses": self._senses,
         }
-        by_kinds = self.solver == "CBC" and not relaxed and not fixed
-        problem["alike"] = self._alike(problem) if by_kinds else []
-        known = np.full(len(self.upper), np.nan)
-        known[[*fixed.keys()]] = [*fixed.values()]
-        if fixed and not _fix(problem, known):
-            return Solution(infeasible=True)
         answer = _ask(problem, seconds)
         if isinstance(answer, Exception):
             raise answer
@@ -170,70 +161,14 @@ class Model:
                 "%s gave no answer; planning goes on without it", self.solver
             )
             return Solution()
-        values, value, bound, infeasible = answer
-        if values is not None:
-            known[np.isnan(known)] = values
-            values = known
-        return Solution(values, value, bound, infeasible)
-
-    def _alike(self, problem: dict) -> list[list[int]]:
-        """Binaries with equal columns, but for which of the short rows they are in:
-        those of equal layers. None if there are many kinds."""
-        count, binaries = len(self.binary), sum(self.binary)
-        if binaries < FEW:
-            return []
-        columns: list[list[tuple]] = [[] for _ in range(count)]
-        costs = dict(problem["objective"])
-        lengths = problem["lengths"].tolist()
-        terms = zip(
-            problem["columns"].tolist(), problem["coefficients"].tolist(), strict=True
-        )
-        for number, (length, sense) in enumerate(
-            zip(lengths, problem["senses"], strict=True)
-        ):
-            row = length if length < SHORT_ROW else -number
-            for column, coefficient in itertools.islice(terms, length):
-                columns[column].append((row, sense, round(coefficient, 9)))
-        kinds: dict[tuple, list[int]] = {}
-        for n in range(count):
-            if self.binary[n]:
-                kind = round(costs.get(n, 0.0), 9), *sorted(columns[n])
-                kinds.setdefault(kind, []).append(n)
-        if len(kinds) > MOST_KINDS or 3 * len(kinds) > binaries:
-            return []
-        return [members for members in kinds.values() if len(members) > 1]
+        values, *rest = answer
+        return Solution(None if values is None else np.array(values), *rest)
 
 
-def _fix(problem: dict[str, Any], known: np.ndarray) -> bool:
-    """Leave of a program what is NaN in `known`, [variables]; False if a row that has
-    no such variable does not hold."""
-    free = np.isnan(known)
-    number = np.cumsum(free) - 1
-    lengths, columns = problem["lengths"], problem["columns"]
-    coefficients, is_left = problem["coefficients"], free[columns]
-    rows = np.repeat(np.arange(len(lengths)), lengths)
-    added = np.where(is_left, 0.0, coefficients * known[columns])
-    constants = problem["constants"] + np.bincount(rows, added, len(lengths))
-    lengths = np.bincount(rows[is_left], minlength=len(lengths))
-    senses = np.array(problem["senses"])
-    over = constants * np.where(senses == ">", -1.0, 1.0)
-    over = np.where(senses == "=", abs(over), over)
-    left = lengths > 0
-    problem["constant"] += sum(
-        c * known[n] for n, c in problem["objective"] if not free[n]
-    )
-    problem |= {
-        "lengths": lengths[left],
-        "columns": number[columns[is_left]],
-        "coefficients": coefficients[is_left],
-        "constants": constants[left],
-        "senses": senses[left].tolist(),
-        "objective": [(number[n], c) for n, c in problem["objective"] if free[n]],
-        "upper": np.array(problem["upper"])[free].tolist(),
-        "binary": np.array(problem["binary"])[free].tolist(),
-        "start": [(number[n], x) for n, x in problem["start"] if free[n]],
-    }
-    return bool((over[~left] < TOLERANCE).all())
+def together(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    """The function's results for some items, each solved for beside the others."""
+    with concurrent.futures.ThreadPoolExecutor(TOGETHER) as threads:
+        return list(threads.map(function, items))
 
 
 def _ask(problem: dict, seconds: float) -> Any:
