@@ -145,7 +145,7 @@ def _matching(graph: Graph, pin: str, patterns: Iterable[str]) -> set[int]:
 
 
 class _Evictions:
-    """A source: plans that evict with both means, and with each alone."""
+    """A source: what evicting comes to, until there is a plan."""
 
     share = 1 / 4
 
@@ -160,9 +160,10 @@ class _Evictions:
     ) -> Iterator[tuple[float, Judged | None]]:
         planner = state.planner
         parts = state.graph, state.costs, budget, planner.objective
-        means = {(planner.remat, planner.paging), (planner.remat, False)}
-        for remat, paging in sorted(means | {(False, planner.paging)}, reverse=True):
-            yield from ((0.0, x) for x in improving(*parts, remat, paging))
+        for judged in improving(*parts, planner.remat, planner.paging):
+            if state.best is not None:
+                return
+            yield 0.0, judged
 
 
 def ask(state: State, sources: Sequence[Source]) -> None:
@@ -235,9 +236,9 @@ class _Search:
         if len(state.graph.nodes) <= EXACT_NODES:
             return [self.evictions, Exact(state)]
         if state.budget is None:
-            return [self.evictions, Rounds(state)]
-        parts = Rounds(state), Neighbourhoods(state), Bounds(state)
-        return [self.evictions, *parts]
+            return [Rounds(state), self.evictions]
+        improving = Neighbourhoods(state), Bounds(state)
+        return [Rounds(state), self.evictions, *improving]
 
     def evict(self) -> None:
         """A heuristic's plan, if there is none yet, in as much time again at most."""
