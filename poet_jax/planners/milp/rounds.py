@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import time
-from collections import Counter
 from collections.abc import Iterator
 
 from poet_jax.core.graph import Graph
@@ -38,7 +37,7 @@ class Rounds:
     They end when a plan fits, or when more cuts do not help.
     """
 
-    share = 1 / 2
+    share = 2 / 5
 
     def __init__(self, state: State):
         self.state, self.budget = state, state.budget
@@ -46,8 +45,8 @@ class Rounds:
         state.cuts.add(most.index(max(most)))
         self.asked = self.budget  # with an earlier deadline once plans wait for storage
         self.horizon: int | None = None
-        self.reserves: Counter[tuple[int, int]] = Counter()  # see `Cuts`
-        self.halvings = HALVINGS
+        self.reserve_bytes, self.halvings = 0, HALVINGS
+        self.failing_bytes, self.fitting_bytes = 0, None  # reserves of earlier rounds
         limit = state.planner.time_limit_seconds
         self.seconds = max(LEAST_SECONDS, limit * SHARE)
         coarse = COARSE_GAP if self.budget else LEAN_GAP
@@ -70,10 +69,11 @@ class Rounds:
         """Of all cuts, with a horizon if it is large otherwise."""
         state = self.state
         parts = state.graph, state.costs, self.asked, state.planner, state.cuts
-        program = Cuts(*parts, horizon=self.horizon, reserves=self.reserves)
+        program = Cuts(*parts, horizon=self.horizon, reserve_bytes=self.reserve_bytes)
         size = program.statistics["binaries"]
         if self.budget and not self.horizon and len(state.cuts) > 1 and size > LARGE:
             self.horizon = HORIZON
+            self.reserve_bytes = self.budget.memory_bytes // 40
             return self.program()
         self.rounds += 1
         state.statistics |= program.statistics | {"rounds": self.rounds}
@@ -84,7 +84,7 @@ class Rounds:
 
     def proven(self, bound: float) -> float:
         """The bound of the last program, 0 if it is none for all plans."""
-        narrowed = self.reserves or self.horizon or self.asked is not self.budget
+        narrowed = self.reserve_bytes or self.horizon or self.asked is not self.budget
         return 0.0 if narrowed else bound
 
     def adapt(self, judged: Judged | None, bound: float, stopped: bool) -> bool:
@@ -98,41 +98,51 @@ class Rounds:
             self.seconds *= 3 if stopped else 1
             return self.reserve_less() or stopped
         limit = round(bound) if self.budget is None else self.budget.memory_bytes
-        if judged.usage.peak_bytes > limit and self.cut(judged, limit):
+        over = judged.usage.peak_bytes - limit
+        if over > 0 and self.cut(judged, limit):
+            if self.horizon and self.fitting_bytes is None:
+                self.reserve_bytes += over // 2
             return True
         if self.budget is None:
             return False
         coarse, self.gap = self.gap, self.state.planner.gap / 2
         if coarse > self.gap and not stopped:
             return True
-        if (late := self.late_seconds(judged)) > 0:
+        if over > 0:
+            self.failing_bytes = self.reserve_bytes
+            if self.fitting_bytes is None:
+                self.reserve_bytes += over + limit // 100
+                return True
+        elif (late := self.late_seconds(judged)) > 0:
             return self.hurry(late)
-        last, self.seconds = self.seconds, math.inf
-        return stopped and last < math.inf
+        else:
+            self.fitting_bytes = self.reserve_bytes
+        return self.narrow(stopped)
 
     def cut(self, judged: Judged, limit: int) -> bool:
-        """Cut where a plan exceeds the limit most; False if that is no news.
-
-        What a node that runs again exceeds at a cut is reserved there.
-        """
-        state, crest = self.state, crests(self.state.graph, judged)
-        worst = worst_stages(state.graph, judged, limit)
-        if self.horizon and state.statistics["binaries"] > GROWN:
-            worst &= state.cuts
-        if self.budget:
-            for stage in worst & state.cuts:
-                live, again = crest[stage]
-                self.reserves[stage, again] += live - limit
-        elif worst <= state.cuts:
+        """Cut where a plan exceeds the limit most; False if that is no news."""
+        if self.horizon and self.state.statistics["binaries"] > GROWN:
             return False
-        state.cuts |= worst
-        return bool(worst)
+        new = worst_stages(self.state.graph, judged, limit) - self.state.cuts
+        self.state.cuts |= new
+        return bool(new)
 
     def reserve_less(self) -> bool:
-        """Half of what is reserved, as it leaves no plan."""
-        self.reserves = Counter({key: n // 2 for key, n in self.reserves.items() if n})
+        """Half of what is left free, as it leaves no plan."""
         self.halvings -= 1
-        return bool(self.reserves) and self.halvings > 0
+        self.reserve_bytes //= 2
+        return self.reserve_bytes > 0 and self.halvings > 0
+
+    def narrow(self, stopped: bool) -> bool:
+        """The reserve between one that is enough and one that is not; at last a round
+        with all the time that is left, if time ended the last one."""
+        assert self.budget is not None and self.fitting_bytes is not None
+        if self.fitting_bytes - self.failing_bytes > self.budget.memory_bytes // 200:
+            self.reserve_bytes = (self.fitting_bytes + self.failing_bytes) // 2
+            return True
+        self.reserve_bytes = self.fitting_bytes
+        last, self.seconds = self.seconds, math.inf
+        return stopped and last < math.inf
 
     def late_seconds(self, judged: Judged) -> float:
         """By how much a plan with prefetching misses the deadline; 0 if it does not."""

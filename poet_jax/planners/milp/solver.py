@@ -23,6 +23,8 @@ from typing import Any
 
 import numpy as np
 
+# By so much a row of fixed variables may miss.
+TOLERANCE = 1e-6
 # So many programs are solved at once, each by a process on a core of its own.
 TOGETHER = min(4, os.cpu_count() or 1)
 # A solver that is not back this long after its time limit is killed.
@@ -136,23 +138,24 @@ class Model:
     ) -> Solution:
         """The Solution after `seconds` or at the relative gap, `start` given; with all
         binaries from 0 to 1 if `relaxed`, and with variables, by number, `fixed`."""
-        lower, upper = np.zeros(len(self.upper)), np.array(self.upper)
-        lower[[*fixed]] = upper[[*fixed]] = [*fixed.values()]
         problem = self._minimised | {
             "solver": self.solver,
             "gap": self.gap,
             "absolute_gap": max(self.gap * self.least, 1e-12),
             "seconds": seconds,
-            "lower": lower.tolist(),
-            "upper": upper.tolist(),
+            "upper": self.upper,
             "binary": [binary and not relaxed for binary in self.binary],
             "start": [(y.idx, value) for y, value in start],
-            "lengths": self._lengths,
-            "columns": self._columns,
-            "coefficients": self._coefficients,
-            "constants": self._constants,
-            "senses": self._senses,
+            "lengths": np.array(self._lengths),
+            "columns": np.array(self._columns),
+            "coefficients": np.array(self._coefficients),
+            "constants": np.array(self._constants),
+            "senses": np.array(self._senses),
         }
+        known = np.full(len(self.upper), np.nan)
+        known[[*fixed]] = [*fixed.values()]
+        if fixed and not _fix(problem, known):
+            return Solution(infeasible=True)
         answer = _ask(problem, seconds)
         if isinstance(answer, Exception):
             raise answer
@@ -162,13 +165,44 @@ class Model:
             )
             return Solution()
         values, *rest = answer
-        return Solution(None if values is None else np.array(values), *rest)
+        if values is not None:
+            known[np.isnan(known)] = values
+            values = known
+        return Solution(values, *rest)
 
 
 def together(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
     """The function's results for some items, each solved for beside the others."""
     with concurrent.futures.ThreadPoolExecutor(TOGETHER) as threads:
         return list(threads.map(function, items))
+
+
+def _fix(problem: dict[str, Any], known: np.ndarray) -> bool:
+    """Leave of a program what is NaN in `known`, [variables]; False if a row that has
+    no such variable does not hold."""
+    free, lengths, columns = np.isnan(known), problem["lengths"], problem["columns"]
+    number, is_left = np.cumsum(free) - 1, free[columns]
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    added = np.where(is_left, 0.0, problem["coefficients"] * known[columns])
+    constants = problem["constants"] + np.bincount(rows, added, len(lengths))
+    lengths = np.bincount(rows[is_left], minlength=len(lengths))
+    left, senses = lengths > 0, problem["senses"]
+    over = np.where(senses == ">", -constants, constants)[~left]
+    over = np.where(senses[~left] == "=", abs(over), over)
+    fixed = [(n, c) for n, c in problem["objective"] if not free[n]]
+    problem |= {
+        "constant": problem["constant"] + sum(c * known[n] for n, c in fixed),
+        "lengths": lengths[left],
+        "columns": number[columns[is_left]],
+        "coefficients": problem["coefficients"][is_left],
+        "constants": constants[left],
+        "senses": senses[left],
+        "objective": [(number[n], c) for n, c in problem["objective"] if free[n]],
+        "upper": np.array(problem["upper"])[free].tolist(),
+        "binary": np.array(problem["binary"])[free].tolist(),
+        "start": [(number[n], x) for n, x in problem["start"] if free[n]],
+    }
+    return bool((over < TOLERANCE).all())
 
 
 def _ask(problem: dict, seconds: float) -> Any:

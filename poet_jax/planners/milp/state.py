@@ -20,6 +20,9 @@ from poet_jax.planners.planner import (
     prefetch,
 )
 
+# So many seconds are left for what follows the search.
+SPARE = 1.0
+
 
 class State:
     """A search's best plan, a lower bound, and the time that is left.
@@ -49,7 +52,7 @@ class State:
     ):
         self.planner, self.graph = planner, graph
         self.costs, self.budget = costs, budget
-        self.end = self._turn_end = time.monotonic() + seconds
+        self.end = self._turn_end = time.monotonic() + seconds - SPARE
         self.bound: float = floor_bytes(graph, costs)
         if budget is not None:
             self.bound = least_objective(graph, costs, planner.objective)
@@ -89,7 +92,7 @@ class State:
         parts = self.costs, judged, self.planner.objective
         for state in evictions(*parts, memory_bytes=self.budget.memory_bytes):
             judged = state
-            if self.seconds_left() <= 0:
+            if self.is_late():
                 break
         return judged
 
@@ -115,7 +118,11 @@ class State:
 
     def is_over(self) -> bool:
         """Whether the gap or the time is reached."""
-        return self.is_optimal() or self.end - time.monotonic() <= 1.0
+        return self.is_optimal() or self.is_late()
+
+    def is_late(self) -> bool:
+        """Whether the time is up."""
+        return time.monotonic() >= self.end
 
     def __str__(self) -> str:
         """For the progress line."""

@@ -50,16 +50,14 @@ def build(problem: dict) -> tuple[Any, list]:
     model.verbose = 0
     model.max_mip_gap = problem["gap"]
     model.max_mip_gap_abs = problem["absolute_gap"]
-    limits = zip(problem["lower"], problem["upper"], problem["binary"], strict=True)
     variables = [
-        model.add_var(lb=lb, ub=ub, var_type=mip.BINARY if binary else mip.CONTINUOUS)
-        for lb, ub, binary in limits
+        model.add_var(ub=ub, var_type=mip.BINARY if binary else mip.CONTINUOUS)
+        for ub, binary in zip(problem["upper"], problem["binary"], strict=True)
     ]
-    columns = [variables[column] for column in problem["columns"]]
+    columns = [variables[column] for column in problem["columns"].tolist()]
     coefficients, end = problem["coefficients"].tolist(), 0
-    for length, sense, constant in zip(
-        problem["lengths"], problem["senses"], problem["constants"], strict=True
-    ):
+    rows = (problem[name].tolist() for name in ("lengths", "senses", "constants"))
+    for length, sense, constant in zip(*rows, strict=True):
         row = slice(end, end := end + length)
         model += mip.LinExpr(columns[row], coefficients[row], constant, sense)
     model.objective = mip.LinExpr(
