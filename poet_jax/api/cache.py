@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import hashlib
 import json
 import logging
@@ -17,6 +16,7 @@ import numpy as np
 from poet_jax.core.costs import Costs
 from poet_jax.core.graph import Graph
 from poet_jax.core.plan import (
+    BasePlanner,
     Budget,
     BudgetLike,
     Plan,
@@ -74,8 +74,7 @@ class PlanCache:
 
     def planner(self, planner: Planner) -> Planner:
         """`planner`, with its plans kept."""
-        keeping = functools.partial(self.plan, planner)
-        return functools.update_wrapper(keeping, planner)  # keeps its objective
+        return _Keeping(self, planner)
 
     def learnt(
         self, graph: Graph, costs: Costs, budget: BudgetLike, planner: Planner
@@ -115,6 +114,19 @@ class PlanCache:
             )
 
 
+class _Keeping(BasePlanner):
+    """A planner whose plans are kept in a cache."""
+
+    def __init__(self, cache: PlanCache, planner: Planner):
+        self.cache, self.planner = cache, planner
+        self.objective = BasePlanner.of(planner).objective
+
+    def __call__(
+        self, graph: Graph, costs: Costs, budget: Budget, start: Plan | None = None
+    ) -> Plan:
+        return self.cache.plan(self.planner, graph, costs, budget)
+
+
 def plan_key(graph: Graph, costs: Costs, budget: BudgetLike, planner: Planner) -> str:
     """A hash of the inputs, the same in every process and on every machine.
 
@@ -131,9 +143,8 @@ def plan_key(graph: Graph, costs: Costs, budget: BudgetLike, planner: Planner) -
             f"got {planner!r}. Write it as a frozen dataclass, or leave plan_cache out."
         )
     columns = [np.asarray(x, float).tobytes() for x in vars(costs).values()]
-    pins = any(
-        getattr(planner, pin, ()) for pin in ("keep", "never_page", "never_remat")
-    )
+    asked = BasePlanner.of(planner)
+    pins = asked.keep or asked.never_page or asked.never_remat
     names = repr([value.name for value in graph.values]) if pins else ""
     return _hash(graph.fingerprint, *columns, repr(budget), name, names)
 

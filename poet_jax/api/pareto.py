@@ -8,7 +8,15 @@ from collections.abc import Iterable
 from poet_jax.core.costs import Costs
 from poet_jax.core.errors import BudgetTooSmall
 from poet_jax.core.graph import Graph
-from poet_jax.core.plan import Budget, BudgetLike, Plan, Planner, Status, parse_budget
+from poet_jax.core.plan import (
+    BasePlanner,
+    Budget,
+    BudgetLike,
+    Plan,
+    Planner,
+    Status,
+    parse_budget,
+)
 from poet_jax.core.simulate import Usage
 from poet_jax.core.units import format_bytes, format_joules, format_seconds
 from poet_jax.planners.milp.search import MilpPlanner
@@ -139,7 +147,7 @@ def pareto(
     Raises ValueError for an invalid budget, and BudgetTooSmall if the largest one has
     no plan.
     """
-    planner = planner if planner is not None else MilpPlanner()
+    planner = MilpPlanner() if planner is None else BasePlanner.of(planner)
     baseline = keep_everything(graph, costs).usage
     chosen = [parse_budget(budget, baseline.peak_bytes) for budget in budgets or ()]
     smallest_bytes = least_bytes = baseline.peak_bytes
@@ -159,8 +167,7 @@ def pareto(
         known = [x for x in plans if fits(judge_plan(graph, costs, x).usage, budget)]
         last = min(known, key=lambda plan: plan.objective, default=None)
         try:
-            start = [last] if isinstance(planner, MilpPlanner) else []
-            plan = planner(graph, costs, budget, *start)
+            plan = planner(graph, costs, budget, last)
         except BudgetTooSmall:
             is_limited = budget.store_bytes is not None or budget.seconds is not None
             if not is_limited or budget is asked[-1]:
@@ -170,8 +177,7 @@ def pareto(
             # Its own bound and status are of less memory.
             bound, status = plan.bound, plan.status
             if last.order != plan.order:
-                objective = getattr(planner, "objective", "energy")
-                bound = least_objective(graph, costs, objective)
+                bound = least_objective(graph, costs, planner.objective)
                 status = Status.FEASIBLE
             plan = dataclasses.replace(last, bound=bound, status=status)
         plans.append(plan)

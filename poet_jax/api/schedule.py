@@ -14,6 +14,7 @@ from poet_jax.core.costs import Costs, costs_from_dict, costs_to_dict
 from poet_jax.core.errors import BudgetTooSmall, PlanInvalid
 from poet_jax.core.graph import Graph
 from poet_jax.core.plan import (
+    BasePlanner,
     Budget,
     BudgetLike,
     Plan,
@@ -390,7 +391,7 @@ def _as_compiled(usage: Usage, compiled_bytes: int | None) -> Usage:
 
 def _best_of_all(everything: Judged, planner: Planner) -> Plan:
     """Keep-all as a plan: nothing costs less than to run every node once."""
-    objective = getattr(planner, "objective", "energy")
+    objective = BasePlanner.of(planner).objective
     return everything.plan(
         "keep_all",
         time.monotonic(),

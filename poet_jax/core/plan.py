@@ -199,9 +199,52 @@ class Plan:
 
 
 class Planner(Protocol):
-    """Decides what to keep, rematerialise or page. Raises BudgetTooSmall."""
+    """Decides what to keep, rematerialise or page. Raises BudgetTooSmall.
+
+    Any function of these arguments is one. `BasePlanner` says more of itself.
+    """
 
     def __call__(self, graph: Graph, costs: Costs, budget: Budget) -> Plan: ...
+
+
+class BasePlanner:
+    """What a planner says of itself. Of a function these are the defaults.
+
+    Attributes:
+      objective: what its plans minimise, "energy" (joules) or "time" (seconds).
+      solver: of its programs, if it solves any: "CBC" or "HIGHS".
+      keep, never_page, never_remat: patterns of value names on which its plans depend.
+    """
+
+    objective: str = "energy"
+    solver: str = "CBC"
+    keep: tuple[str, ...] = ()
+    never_page: tuple[str, ...] = ()
+    never_remat: tuple[str, ...] = ()
+
+    def __call__(
+        self, graph: Graph, costs: Costs, budget: Budget, start: Plan | None = None
+    ) -> Plan:
+        """A plan; `start`, an earlier one that may fit, is a hint. Raises
+        BudgetTooSmall."""
+        raise NotImplementedError
+
+    @staticmethod
+    def of(planner: Planner) -> "BasePlanner":
+        """`planner` itself, or one that calls it and has the defaults."""
+        return planner if isinstance(planner, BasePlanner) else _Called(planner)
+
+
+class _Called(BasePlanner):
+    """A function as a planner."""
+
+    def __init__(self, function: Planner):
+        self.function = function
+
+    def __call__(
+        self, graph: Graph, costs: Costs, budget: Budget, start: Plan | None = None
+    ) -> Plan:
+        return self.function(graph, costs, budget)
 
 
 def plan_to_dict(graph: Graph, plan: Plan) -> dict[str, Any]:

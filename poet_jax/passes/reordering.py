@@ -29,28 +29,6 @@ def reorder(graph: Graph) -> Graph:
     return min(*candidates, graph, key=_peak)
 
 
-def late(graph: Graph) -> tuple[int, ...]:
-    """[N] the nodes' numbers in an order in which optimizer updates come last.
-
-    With them go gradients that are larger than what they are made of. In a budget that
-    has no room for the new state before the step ends this is the better order: old
-    state waits on storage, where new state would go and come back as well.
-    """
-    waiting: set[int] = set()
-    returned = set(graph.returned)
-    for number in reversed(range(len(graph.nodes))):
-        node = graph.nodes[number]
-        readers = {n for v in node.writes for n in graph.readers[v]}
-        if not node.repeatable or not readers <= waiting:
-            continue
-        olds = {old for old, _ in replaced(graph, number, node.reads)}
-        made_of = sum(_freeable(graph, v) for v in node.reads)
-        is_large = _started(graph, node) > made_of and returned.isdisjoint(node.writes)
-        if olds & graph.donated or is_large:
-            waiting.add(number)
-    return tuple(sorted(range(len(graph.nodes)), key=lambda n: (n in waiting, n)))
-
-
 def _with_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
     return dataclasses.replace(graph, nodes=tuple(nodes))
 

@@ -1,13 +1,17 @@
-"""Evict, one at a time, the value that is cheapest per byte to bring back."""
+"""Evict, one at a time, the value that is cheapest per byte to bring back; and take
+back what a plan that fits has room for."""
 
 import bisect
+import dataclasses
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+
+import numpy as np
 
 from poet_jax.core.costs import Costs
 from poet_jax.core.graph import Graph
-from poet_jax.core.plan import Budget, Free, PageIn, PageOut, Plan, Stages
+from poet_jax.core.plan import Budget, Compute, Free, PageIn, PageOut, Plan, Stages
 from poet_jax.core.program import Run
 from poet_jax.planners.planner import (
     Judged,
@@ -53,34 +57,62 @@ def evict(
     remat: bool = True,
     paging: bool = True,
     objective: str = "energy",
-    is_over: Callable[[], bool] = lambda: False,
 ) -> Judged:
     """The cheapest state that fits of an eviction sequence, which no budget changes.
 
     So more budget never costs more joules (without static watts; seconds depend on the
-    room for prefetching). Where no state fits until it `is_over`, the one with the
-    smallest peak is returned.
+    room for prefetching). Where no state fits, the one with the smallest peak.
     """
-    state = leanest = keep_everything(graph, costs)
-    if fits(state.usage, budget):
-        return state  # nothing is cheaper
-    best = None
-    eviction = Eviction(costs, state, remat, paging, objective)
-    while True:
-        judged = state
-        if state.usage.peak_bytes <= budget.memory_bytes:
+    states = improving(graph, costs, budget, objective, remat, paging)
+    return [judged for judged in states if judged is not None][-1]
+
+
+def improving(
+    graph: Graph,
+    costs: Costs,
+    budget: Budget,
+    objective: str,
+    remat: bool = True,
+    paging: bool = True,
+) -> Iterator[Judged | None]:
+    """The states of an eviction sequence that are better than those before: leaner
+    until one fits, cheaper from then on. None for the others."""
+    best_value, least_bytes = math.inf, math.inf
+    keep_all = keep_everything(graph, costs)
+    for state in evictions(costs, keep_all, objective, remat, paging):
+        judged, within = state, state.usage.peak_bytes <= budget.memory_bytes
+        if within and state is not keep_all:
             judged = prefetch(costs, state, budget)
+        value, peak_bytes = objective_of(judged.usage, objective), math.inf
         if fits(judged.usage, budget):
-            value = objective_of(judged.usage, objective)
-            if best is None or value < objective_of(best.usage, objective):
-                best = judged
-            if objective == "energy" and not costs.static_watts:
-                return best  # evictions only add joules
-        if state.usage.peak_bytes < leanest.usage.peak_bytes:
-            leanest = state
-        if is_over() or not eviction.step(state):
-            return best or leanest
-        state = eviction.judged()
+            is_better, best_value = value < best_value, min(value, best_value)
+        else:
+            value, peak_bytes = math.inf, state.usage.peak_bytes
+            is_better = best_value == math.inf and peak_bytes < least_bytes
+            least_bytes = min(peak_bytes, least_bytes)
+        yield judged if is_better else None
+        only_adds = objective == "energy" and not costs.static_watts
+        if value < math.inf and (only_adds or state is keep_all):
+            return
+
+
+def evictions(
+    costs: Costs,
+    judged: Judged,
+    objective: str,
+    remat: bool = True,
+    paging: bool = True,
+    memory_bytes: int = 0,
+) -> Iterator[Judged]:
+    """`judged`, and then with more and more evictions until its peak is within
+    `memory_bytes` or nothing is left to evict."""
+    eviction = Eviction(costs, judged, remat, paging, objective)
+    while True:
+        yield judged
+        over = judged.usage.peak_bytes - memory_bytes
+        if over <= 0 or not eviction.step(judged, over):
+            return
+        judged = eviction.judged()
 
 
 class Eviction:
@@ -125,7 +157,7 @@ class Eviction:
         last -= {graph.successors[value] for value in idle} - read
         return graph.with_resident(graph.resident - idle)
 
-    def step(self, judged: Judged, enough_bytes: float = math.inf) -> bool:
+    def step(self, judged: Judged, enough_bytes: int) -> bool:
         """Evict the cheapest values per byte at the peak; False if none is left.
 
         One at a time, or a few in a large graph, as judging a state takes long there,
@@ -271,3 +303,85 @@ class Life:
 
     def _is_there(self, value: int, row: int) -> bool:
         return bisect.bisect_left(self.spans[value], row) % 2 == 1
+
+
+def refill(costs: Costs, budget: Budget, judged: Judged, objective: str) -> Judged:
+    """`judged`, which fits, without the repeats and page-ins for which there is room to
+    wait in RAM, if need be from the step before."""
+    while True:
+        eviction = Eviction(costs, judged, True, True, objective)
+        stages, live = eviction.stages, judged.usage.live_bytes.copy()
+        kept, resident = 0, set(judged.graph.resident)
+        for back in sorted(_returns(judged, eviction), key=lambda back: -back.worth):
+            if not back.waits_in(live, budget.memory_bytes):
+                continue
+            kept += 1
+            if isinstance(back.action, Compute):
+                stages.reruns[back.stage].discard(back.action.node)
+            else:
+                stages.page_ins[back.stage].discard(back.action.value)
+                if back.from_home:
+                    resident.add(back.action.value)
+        graph = judged.graph.with_resident(resident)
+        at_home = {*graph.stored, *graph.landing}
+        stages.page_outs &= at_home.union(*stages.page_ins)
+        better = judge(graph, costs, stages.actions(graph))
+        before, after = (objective_of(x.usage, objective) for x in (judged, better))
+        if not (kept and fits(better.usage, budget)) or after > before:
+            return judged
+        judged = better
+
+
+@dataclasses.dataclass
+class _Return:
+    """A repeat or a page-in, and the values that would wait in RAM instead of it.
+
+    Attributes:
+      worth: what it costs per byte of them.
+      waits: (first row, last row, bytes) of each in which it would be in RAM.
+      from_home: whether they would have to be in RAM between steps.
+    """
+
+    action: Compute | PageIn
+    stage: int
+    worth: float
+    waits: list[tuple[int, int, int]]
+    from_home: bool
+
+    def waits_in(self, live: np.ndarray, memory_bytes: int) -> bool:
+        """Add the values to `live` if they fit."""
+        for left, back, nbytes in self.waits:
+            live[left:back] += nbytes
+        if all(live[i:k].max(initial=0) <= memory_bytes for i, k, _ in self.waits):
+            return True
+        for left, back, nbytes in self.waits:
+            live[left:back] -= nbytes
+        return False
+
+
+def _returns(judged: Judged, eviction: Eviction) -> Iterator[_Return]:
+    """Every repeat and page-in of a plan."""
+    nbytes, life = eviction.costs.nbytes, Life(judged)
+    graph, stage = judged.graph, 0
+    for row, x in enumerate(judged.program.instructions):
+        if isinstance(x, Run) and x.nodes == (stage,):
+            stage += 1
+            continue
+        from_home = False
+        match x:
+            case Run((node,)):
+                action, values, cost = Compute(node), x.writes, eviction.node_cost[node]
+            case PageIn(value):
+                action, values, cost = x, (value,), eviction.in_cost[value]
+                from_home = life.is_first(value, row)
+            case _:
+                continue
+        if from_home and values[0] not in graph.successors:
+            continue
+        waits = [
+            (left, back, int(nbytes[u]))
+            for v in values
+            for left, back, u in life.waits(v, row)
+        ]
+        worth = float(cost) / max(1, sum(n for _, _, n in waits))
+        yield _Return(action, stage, worth, waits, from_home)

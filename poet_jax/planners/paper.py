@@ -13,7 +13,7 @@ import numpy as np
 
 from poet_jax.core.costs import Costs
 from poet_jax.core.graph import Graph
-from poet_jax.core.plan import Budget, Plan, Stages, Status
+from poet_jax.core.plan import BasePlanner, Budget, Plan, Stages, Status
 from poet_jax.planners.milp.solver import Model, check_solver, xsum
 from poet_jax.planners.planner import (
     budget_too_small,
@@ -47,7 +47,7 @@ class PaperSolution:
 
 
 @dataclasses.dataclass(frozen=True)
-class PaperPlanner:
+class PaperPlanner(BasePlanner):
     """The published formulation through python-mip, all its variables and rows.
 
     5 T^2 + T E binaries: for graphs of up to about 60 nodes. A node's values are kept
@@ -73,7 +73,9 @@ class PaperPlanner:
     def __post_init__(self):
         check_solver(self.solver)
 
-    def __call__(self, graph: Graph, costs: Costs, budget: Budget) -> Plan:
+    def __call__(
+        self, graph: Graph, costs: Costs, budget: Budget, start: Plan | None = None
+    ) -> Plan:
         since = time.monotonic()
         judged = keep_everything(graph, costs)
         bound = least_objective(graph, costs, "energy")

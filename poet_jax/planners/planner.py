@@ -261,14 +261,14 @@ def budget_too_small(
         wanted = f"Budget(seconds=...) of at least {rounded_up(seconds)}"
     elif limits:
         wanted = f"a larger budget than these {least} bytes, seconds= or store_bytes="
-    advice = "a smaller batch"
+    advice = [wanted, "a smaller batch"]
     if graph.arguments and not graph.donated:
-        advice += ", or donate_argnums for the state that the step replaces"
+        advice.append("donate_argnums for the state that the step replaces")
     if planner != "MilpPlanner":
-        advice += ", or poet_jax.MilpPlanner(), which may find a leaner plan"
+        advice.append("poet_jax.MilpPlanner(), which may find a leaner plan")
+    *most, last = advice
     return BudgetTooSmall(
-        f"A plan was asked for within {budget}. {problem}. Type {wanted}, or lower the "
-        f"need: {advice}.",
+        f"A budget of {budget} is too small. {problem}. Use {', '.join(most)}, or {last}.",
         smallest_bytes=least,
         exact=exact,
         least_bytes=least if exact else int(least_bytes or 0),

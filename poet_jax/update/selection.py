@@ -21,6 +21,7 @@ from typing import Any
 
 from poet_jax.api.schedule import Schedule
 from poet_jax.core.errors import BudgetTooSmall
+from poet_jax.core.plan import BasePlanner
 from poet_jax.core.units import format_count
 from poet_jax.planners.milp.cuts import Cuts
 from poet_jax.planners.milp.lift import stage_bytes, summits
@@ -144,7 +145,7 @@ def search(
     """
     since = time.monotonic()
     arrays = step.array_step(*args)
-    planner = MilpPlanner(solver=getattr(arrays.scheduled.planner, "solver", "CBC"))
+    planner = MilpPlanner(solver=BasePlanner.of(arrays.scheduled.planner).solver)
     items = Items(arrays, gains)
     graph, costs, choice = items.graph, items.costs, items.choice
     cuts = summits(stage_bytes(graph, costs), CUTS)

@@ -79,7 +79,7 @@ def test_a_missing_budget_is_named():
 def test_the_milp_knows_what_it_was_not_asked_for(option, value):
     with pytest.raises(ValueError) as caught:
         poet_jax.MilpPlanner(**{option: value})
-    assert_three_sentences(caught.value, option, value, "se ")
+    assert_three_sentences(caught.value, option, value, "use")
 
 
 @pytest.mark.parametrize(

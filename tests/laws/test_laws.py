@@ -28,6 +28,7 @@ from poet_jax.api.schedule import make_schedule
 from poet_jax.core.plan import Stages, plan_from_dict, plan_to_dict
 from poet_jax.planners.milp.exact import Exact
 from poet_jax.planners.milp.lift import values_of
+from poet_jax.planners.milp.state import State
 from poet_jax.planners.planner import (
     judge,
     keep_everything,
@@ -145,8 +146,8 @@ def test_no_random_plan_breaks_a_row_about_stalls(case, seed):
     graph, costs = case
     plan = random_plan(np.random.default_rng(seed), graph, costs)
     budget = poet_jax.Budget(max(plan.usage.peak_bytes, 1), plan.usage.seconds)
-    parts = graph, costs, budget, poet_jax.MilpPlanner()
-    program = Exact(*parts, lambda: 1.0, lambda: None)
+    state = State(poet_jax.MilpPlanner(), graph, costs, budget, 1.0)
+    program = Exact(state)
     values = np.zeros(len(program.model.upper))
     for y, value in values_of(program, plan):
         values[y.idx] = value

@@ -10,8 +10,6 @@ from hypothesis import given
 from strategies import examples, graphs, peak_bytes
 
 import poet_jax
-from poet_jax.passes.reordering import late
-from poet_jax.planners.planner import keep_everything
 
 
 def graph_of(sizes, edges, outputs):
@@ -87,22 +85,6 @@ def test_ordering_again_raises_nothing(case):
     assert peak_bytes(poet_jax.passes.reorder(once), costs) <= peak_bytes(once, costs)
 
 
-@examples(200)
-@given(case=graphs(min_nodes=1, max_nodes=12))
-def test_late_is_another_order_of_the_same_step(case):
-    graph, costs = case
-    numbers = late(graph)
-    nodes = tuple(graph.nodes[number] for number in numbers)
-    moved = dataclasses.replace(graph, nodes=nodes)
-    assert sorted(numbers) == list(range(len(graph.nodes)))
-    # Raises if a node runs before what it reads is there.
-    keep_everything(moved, costs.of(numbers, range(len(graph.values))))
-    effects = [number for number in numbers if not graph.nodes[number].repeatable]
-    assert effects == sorted(effects)
-    waits = [a > b for a, b in zip(numbers, numbers[1:], strict=False)]
-    assert sum(waits) <= 1  # two runs, each in the graph's order
-
-
 def descent(width: int, batch: int, layers: int = 6):
     """A step of gradient descent, coarse, in jaxpr order: all gradients wait for the
     last one."""
@@ -129,7 +111,7 @@ def updates(graph) -> list[int]:
 
 
 @pytest.mark.parametrize("batch", [8, 2048], ids=["large weights", "small weights"])
-def test_an_update_comes_with_its_gradient_and_in_late_at_the_end(batch):
+def test_an_update_comes_with_its_gradient(batch):
     """Gradients of 4 MiB, made of two values of 32 KiB, or of 8 MiB."""
     graph = poet_jax.passes.reorder(descent(1024, batch))
     places, count = updates(graph), len(graph.nodes)
@@ -140,12 +122,6 @@ def test_an_update_comes_with_its_gradient_and_in_late_at_the_end(batch):
     )
     # Not one after the other at the end: the next layer's are after the first update.
     assert places[0] < count - 2 * len(places)
-    numbers = late(graph)
-    assert set(numbers[-len(places) :]) <= {*places, *gradients}
-    moved = tuple(graph.nodes[number] for number in numbers)
-    last = updates(dataclasses.replace(graph, nodes=moved))
-    if batch == 2048:  # a gradient is smaller than what it is made of: it does not wait
-        assert last == list(range(count - len(places), count))
 
 
 def test_a_training_step_needs_less():

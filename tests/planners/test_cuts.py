@@ -26,6 +26,7 @@ from poet_jax.planners.milp.cuts import Cuts
 from poet_jax.planners.milp.lift import crests, repeats, solve, values_of
 from poet_jax.planners.milp.neighbourhoods import Neighbourhoods
 from poet_jax.planners.milp.rounds import Rounds
+from poet_jax.planners.milp.state import State
 from poet_jax.planners.planner import fits, judge_plan, keep_everything
 
 by_solver = pytest.mark.parametrize("solver", ["CBC", "HIGHS"])
@@ -67,11 +68,14 @@ def test_no_plan_costs_less_than_the_bound_wherever_the_cuts_are(
 @given(case=budgeted_graphs(max_nodes=6, static_watts=(0.0,)), seed=st.integers(0))
 def test_few_cuts_bound_every_plan_and_say_as_much_as_any_one(solver, case, seed):
     graph, costs, memory_bytes = case
-    budget, planner = poet_jax.Budget(memory_bytes), poet_jax.MilpPlanner(solver)
+    budget = poet_jax.Budget(memory_bytes)
+    planner = poet_jax.MilpPlanner(solver, time_limit_seconds=400.0)
     parts = graph, costs, budget, planner
     cuts = {cut for cut in range(len(graph.nodes)) if seed >> cut & 1} or {0}
-    bounds = Bounds(*parts)
-    found = list(bounds.over(cuts, lambda: 20.0))
+    state = State(planner, graph, costs, budget, 400.0)
+    state.cuts |= cuts
+    bounds = Bounds(state)
+    found = [bound for bound, _ in bounds]
     least = brute_force(graph, costs, memory_bytes)
     assert least is None or max(found, default=0.0) <= least * (1 + 1e-6)
     alone = max(Cuts(*parts, [cut]).relaxed(20.0) for cut in cuts)
@@ -95,8 +99,10 @@ def test_with_all_windows_more_cuts_never_say_less():
 
 
 def rounds_of(graph, costs, memory_bytes):
-    parts = graph, costs, poet_jax.Budget(memory_bytes), poet_jax.MilpPlanner()
-    return Rounds(*parts, lambda: 20.0, lambda: None, keep_everything(graph, costs))
+    budget = poet_jax.Budget(memory_bytes)
+    state = State(poet_jax.MilpPlanner(), graph, costs, budget, 20.0)
+    state.take_turn(1.0)
+    return Rounds(state)
 
 
 @examples(25)
@@ -168,14 +174,15 @@ def test_parts_chosen_anew_make_a_plan_better_or_leave_it(case):
     start = attempt(poet_jax.greedy, graph, costs, budget)
     if not isinstance(exact, poet_jax.Plan) or not isinstance(start, poet_jax.Plan):
         return
-    best = first = judge_plan(graph, costs, start)
-    parts = graph, costs, budget, poet_jax.MilpPlanner("HIGHS")
-    found = Neighbourhoods(*parts, lambda: best, {0}, lambda: 1.0)
-    for judged in found:
-        better = judged.usage.joules < best.usage.joules
-        if better and fits(judged.usage, budget):
-            best = judged
-    assert exact.bound * (1 - 1e-6) <= best.usage.joules <= first.usage.joules
+    state = State(poet_jax.MilpPlanner("HIGHS"), graph, costs, budget, 20.0)
+    state.consider(judge_plan(graph, costs, start))
+    state.cuts, first = {0}, state.least()
+    state.take_turn(1.0)
+    for bound, judged in Neighbourhoods(state):
+        assert bound == 0.0
+        if judged is not None:
+            state.consider(judged)
+    assert exact.bound * (1 - 1e-6) <= state.least() <= first
 
 
 @by_solver
@@ -209,10 +216,10 @@ def test_a_part_of_a_best_solution_leaves_it_the_best(solver, case, cuts, data):
 def test_a_round_that_was_too_short_is_tried_again_for_longer():
     graph, costs = twelve_nodes()
     rounds = rounds_of(graph, costs, 40)
-    before = rounds.share
-    assert rounds.adapt(None, 0.0, stopped=True) and rounds.share > before
-    before = rounds.share
-    assert not rounds.adapt(None, 0.0, stopped=False) and rounds.share == before
+    before = rounds.seconds
+    assert rounds.adapt(None, 0.0, stopped=True) and rounds.seconds > before
+    before = rounds.seconds
+    assert not rounds.adapt(None, 0.0, stopped=False) and rounds.seconds == before
 
 
 @examples(60)
@@ -264,12 +271,9 @@ def test_no_plan_needs_less_memory_than_the_least_at_a_cut(solver, case, cut):
     pairs=st.booleans(),
     gap=st.sampled_from([0.0, 1e-3]),
 )
-def test_exchangeable_binaries_are_counted_with_the_same_result(
-    kinds, share, pairs, gap
-):
-    """A cover by items of a few kinds, (cost, size, how many of many); in pairs, the
-    next item of the same kind excludes each second one. CBC by kinds agrees with
-    HiGHS."""
+def test_the_solvers_agree_where_binaries_may_be_exchanged(kinds, share, pairs, gap):
+    """A cover by items of a few kinds, (cost, size, how many); in pairs, the next item
+    of the same kind excludes each second one."""
     solutions = []
     for name in ("CBC", "HIGHS"):
         model = solvers.Model(name, gap)

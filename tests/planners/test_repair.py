@@ -1,8 +1,6 @@
 """Repairing a plan: evictions end within the budget, refilling costs no more."""
 
 import dataclasses
-import itertools
-import math
 
 import numpy as np
 from hypothesis import given
@@ -11,9 +9,8 @@ from strategies import brute_force, examples, graphs
 
 import poet_jax
 from poet_jax.core.plan import Stages
-from poet_jax.planners.evict import Life, evict
+from poet_jax.planners.evict import Life, evict, evictions, improving, refill
 from poet_jax.planners.planner import judge, keep_everything
-from poet_jax.planners.repair import evictions, refill
 
 
 @examples(100)
@@ -24,7 +21,9 @@ def test_evictions_add_cost_until_the_plan_fits_and_refilling_takes_cost_away(
     graph, costs = case
     keep_all = keep_everything(graph, costs)
     budget = poet_jax.Budget(max(1, int(share * keep_all.usage.peak_bytes)))
-    states = list(evictions(costs, budget, keep_all, "energy"))
+    states = list(
+        evictions(costs, keep_all, "energy", memory_bytes=budget.memory_bytes)
+    )
     joules = [state.usage.joules for state in states]
     assert joules == sorted(joules)
     peaks = [state.usage.peak_bytes for state in states]
@@ -42,15 +41,11 @@ def test_the_longer_evictions_go_on_the_leaner_is_what_they_find(case):
     graph, costs = case
     keep_all = keep_everything(graph, costs).usage.peak_bytes
 
-    def peak(states: float) -> int:
-        asked = itertools.count(1)
-        within = poet_jax.Budget(1)
-        judged = evict(graph, costs, within, is_over=lambda: next(asked) >= states)
-        return judged.usage.peak_bytes
-
-    peaks = [peak(states) for states in (1, 2, 3, 5, math.inf)]
-    assert peaks == sorted(peaks, reverse=True)
-    assert peaks[0] == keep_all and peaks[-1] == peak(1e6)
+    states = improving(graph, costs, poet_jax.Budget(1), "energy")
+    peaks = [judged.usage.peak_bytes for judged in states if judged is not None]
+    assert peaks == sorted({*peaks}, reverse=True) and peaks[0] == keep_all
+    least = evict(graph, costs, poet_jax.Budget(1)).usage.peak_bytes
+    assert peaks[-1] == least
 
 
 @examples(50)

@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from poet_jax.planners.milp.solver import Model, xsum
 
 
@@ -67,10 +65,6 @@ class Chosen:
             if argument is not None:
                 result.append((argument, 1 - y))
         return result
-
-    def seconds(self, seconds: np.ndarray) -> Any:
-        """Of all base nodes, each once."""
-        return xsum(float(cost) * self.runs(i) for i, cost in enumerate(seconds))
 
     def loss(self) -> Any:
         """What the items that are left out would gain: the objective. (13)"""

@@ -16,17 +16,18 @@ is limited at the cuts alone, which are added where the plan of a solution excee
 
 import bisect
 import math
-from collections.abc import Collection, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Collection, Iterable
 from typing import Any
+
+import numpy as np
 
 from poet_jax.core.costs import Costs
 from poet_jax.core.graph import Graph
 from poet_jax.core.in_place import replaceable
 from poet_jax.core.plan import Budget
 from poet_jax.planners.milp.choice import Choice, Chosen
-from poet_jax.planners.milp.objective import minimise
 from poet_jax.planners.milp.solver import Model, xsum
+from poet_jax.planners.planner import least_objective
 
 # Values below this share of the memory stay in RAM and are not counted, if there are
 # fewer cuts than nodes.
@@ -42,8 +43,6 @@ class Cuts:
       planner: a MilpPlanner.
       nodes: base nodes to cut at.
       reserve_bytes: left free at every cut. With it the minimum is no bound.
-      reserves: bytes left free, by (cut, node), at a cut if the node runs again in the
-        segment that it ends, or is its own. With any the minimum is no bound.
       horizon: nodes that run again are at most so many before one whose results a
         segment reads; None for no limit. With it the minimum is no bound.
       again: (node, segment) of nodes that may run again beyond the horizon.
@@ -59,10 +58,9 @@ class Cuts:
         budget: Budget | None,
         planner: Any,
         nodes: Iterable[int],
-        reserve_bytes: int = 0,
         horizon: int | None = None,
         choice: Choice | None = None,
-        reserves: Mapping[tuple[int, int], int] = MappingProxyType({}),
+        reserve_bytes: int = 0,
         again: Collection[tuple[int, int]] = (),
         windows: bool = False,
     ):
@@ -103,26 +101,10 @@ class Cuts:
         for stop in range(3 if windows else self.last + 1, self.last + 2):
             for start in range(1, stop - 1, 1 if horizon is None else 3):
                 self._window_rows(start, stop)
-        self._memory_rows(reserve_bytes, reserves)
+        self._memory_rows(reserve_bytes)
         self._store_rows()
-        if self.chosen is not None:
-            self.unit = 1.0
-            self.model.minimise(self.chosen.loss())
-            self._deadline_rows()
-        elif budget is None:
-            self.unit = self.memory_unit
-            self.model.minimise(self.memory * 1.0)
-        else:
-            self.unit, self.seconds = minimise(
-                self.model,
-                graph,
-                costs,
-                budget,
-                planner.objective,
-                self.r,
-                self.page_in,
-                self.page_out,
-            )
+        self._time_rows()
+        self.unit = self._minimise()
         self.statistics = {
             "binaries": sum(self.model.binary),
             "rows": self.model.rows,
@@ -151,23 +133,51 @@ class Cuts:
         waiting = [(self.graph.successors[v], y) for v, y in self.waiting.items()]
         return [(v, 1) for v in self.graph.returned] + waiting
 
-    def _deadline_rows(self) -> None:
-        """(8) of the base nodes that run."""
-        assert self.chosen is not None
-        if self.budget is None or self.budget.seconds is None:
+    def _time_rows(self) -> None:
+        """(8) Seconds are at least those of each lane, and meet the deadline."""
+        costs, model = self.costs, self.model
+        if self.budget is None:
             return
-        costs = self.costs
+        self.seconds = model.add_var()
+        storage = [float(cost[v]) * y for cost, _, v, y in self._transfers()]
         again = xsum(float(costs.seconds[i]) * y for (i, _), y in self.r.items())
-        loads = xsum(
-            float(costs.page_in_seconds[v]) * y for (v, _), y in self.page_in.items()
+        once = xsum(
+            float(cost) * self.runs(stage) for stage, cost in enumerate(costs.seconds)
         )
-        stores = xsum(
-            float(costs.page_out_seconds[v]) * y for v, y in self.page_out.items()
-        )
-        storage = loads + stores
-        seconds = self.chosen.seconds(costs.seconds) + again
-        self.model += seconds + costs.contention * storage <= self.budget.seconds
-        self.model += storage <= self.budget.seconds
+        model += self.seconds >= once + again + costs.contention * xsum(storage)
+        model += self.seconds >= xsum(storage)
+        if self.budget.seconds is not None:
+            model += self.seconds <= self.budget.seconds
+
+    def _transfers(self) -> list[tuple[np.ndarray, np.ndarray, int, Any]]:
+        """(seconds, joules, value, variable) of what may move, by value the costs."""
+        costs = self.costs
+        loads = costs.page_in_seconds, costs.page_in_joules
+        stores = costs.page_out_seconds, costs.page_out_joules
+        return [(*loads, v, y) for (v, _), y in self.page_in.items()] + [
+            (*stores, v, y) for v, y in self.page_out.items()
+        ]
+
+    def _minimise(self) -> float:
+        """Set the objective; how much counts as one in the model."""
+        costs, planner = self.costs, self.planner
+        if self.chosen is not None:
+            self.model.minimise(self.chosen.loss())
+            return 1.0
+        if self.budget is None:
+            self.model.minimise(self.memory * 1.0)
+            return self.memory_unit
+        value = self.seconds * 1.0
+        if planner.objective == "energy":
+            joules = [float(costs.joules[i]) * y for (i, _), y in self.r.items()]
+            joules += [float(cost[v]) * y for _, cost, v, y in self._transfers()]
+            value = costs.static_watts * self.seconds + xsum(joules)
+            value += float(costs.joules.sum())
+        # Solvers stop at absolute differences too, so keep-all counts as 1000.
+        least = least_objective(self.graph, costs, planner.objective)
+        unit = least / 1000 or 1.0
+        self.model.minimise(value * (1 / unit), least / unit)
+        return unit
 
     def _variables(self) -> None:
         """From the last segment back: what it or a later one may need, and from
@@ -203,6 +213,8 @@ class Cuts:
                     model += self.page_in[v, segment] <= self.page_out[v]  # (4)
         for v in graph.landing.keys() - self.page_out:
             self.page_out[v] = model.add_var(ub=1)
+        for v in graph.landing:
+            model += self.page_out[v] >= 1
 
     def ancestors(self, values: Iterable[int]) -> set[int]:
         """Nodes that may run again for `values`.
@@ -293,10 +305,8 @@ class Cuts:
                 if self.is_older(v, start):
                     model += windows["r", node] <= sources(v)
 
-    def _memory_rows(
-        self, reserve_bytes: int, reserves: Mapping[tuple[int, int], int]
-    ) -> None:
-        """(5) RAM while the base node of each cut runs, and with `reserves`."""
+    def _memory_rows(self, reserve_bytes: int) -> None:
+        """(5) RAM while the base node of each cut runs."""
         graph, nbytes = self.graph, self.nbytes
         unit = self.memory_unit = float(max([*nbytes, 1]))
         if self.budget is None:
@@ -321,11 +331,6 @@ class Cuts:
                     own_bytes += nbytes[v]
             total = xsum([*held[cut], own_bytes / unit * runs])
             self.model += total + pinned / unit <= self.memory
-            for (stage, again), free_bytes in reserves.items():
-                if stage == number:
-                    runs = self.r.get((again, cut - 1), 1)
-                    used = total + pinned / unit + free_bytes / unit * runs
-                    self.model += used <= self.memory
 
     def _store_rows(self) -> None:
         """(7) Room on storage at each cut: what is still to be paged in."""

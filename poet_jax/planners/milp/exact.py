@@ -6,18 +6,16 @@ Rows about those, (9) and (10) of docs/explanation/formulation.md, are added whe
 plan breaks them, until one breaks none: it is the best of all staged plans.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
-from poet_jax.core.costs import Costs
-from poet_jax.core.graph import Graph
-from poet_jax.core.plan import Budget
 from poet_jax.core.program import Run
 from poet_jax.planners.milp.cuts import Cuts
 from poet_jax.planners.milp.lift import lifted, values_of
 from poet_jax.planners.milp.solver import xsum
+from poet_jax.planners.milp.state import State
 from poet_jax.planners.planner import ROUNDING, Judged, prefetch
 
 # Rows about seconds are broken by more than this share of them.
@@ -28,25 +26,15 @@ LATE_PLANS = 30
 
 
 class Exact(Cuts):
-    """(lower bound, plan or None) of a program that gets more and more rows.
+    """A source: the program of a small graph, which gets more and more rows."""
 
-    Args:
-      graph, costs, budget, planner: as of `Cuts`.
-      seconds_left: for all that is to be solved.
-      start: a good plan to start from, or None.
-    """
+    share = 1.0
 
-    def __init__(
-        self,
-        graph: Graph,
-        costs: Costs,
-        budget: Budget | None,
-        planner: Any,
-        seconds_left: Callable[[], float],
-        start: Callable[[], Judged | None],
-    ):
-        super().__init__(graph, costs, budget, planner, range(len(graph.nodes)))
-        self.seconds_left, self.start = seconds_left, start
+    def __init__(self, state: State):
+        graph = state.graph
+        parts = graph, state.costs, state.budget, state.planner
+        super().__init__(*parts, range(len(graph.nodes)))
+        self.state = state
         self.late_plans = 0  # that were forbidden: then the minimum is no bound
         self._limited: set[tuple[int, int]] = set()
         self._readers: dict[tuple[int, int], list[int]] = {}
@@ -55,19 +43,20 @@ class Exact(Cuts):
                 self._readers.setdefault((v, t), []).append(i)
 
     def __iter__(self) -> Iterator[tuple[float, Judged | None]]:
-        self.statistics["rounds"] = 0
+        state, rounds = self.state, 0
         while True:
-            self.statistics["rounds"] += 1
-            start = self.start()
-            known = [] if start is None else values_of(self, start)
-            solution = self.model.optimize(self.seconds_left(), known)
+            rounds += 1
+            state.statistics |= self.statistics | {"rounds": rounds}
+            known = [] if state.best is None else values_of(self, state.best)
+            seconds = max(1.0, state.seconds_left())
+            solution = self.model.optimize(seconds, known)
             bound = 0.0 if self.late_plans else solution.bound * self.unit
             if solution.values is None:
                 yield bound, None
                 return
-            judged = lifted(self, solution.values)
-            yield bound, judged
-            if self.seconds_left() <= 1.0 or not self.tighten(judged, solution.values):
+            state.solved, judged = True, lifted(self, solution.values)
+            yield bound, state.repaired(judged)
+            if not self.tighten(judged, solution.values):
                 return
 
     def tighten(self, judged: Judged, values: np.ndarray) -> bool:

@@ -31,10 +31,7 @@ def solve(
 def lifted(cuts: Cuts, values: np.ndarray | None) -> Judged:
     """The plan of a solution, [variables]."""
     assert values is not None
-    chosen = values > 0.5
-    late = _Lift(cuts, chosen).judged()
-    timely = _Lift(cuts, chosen, crests(cuts.graph, late)).judged()
-    return min(late, timely, key=lambda judged: judged.usage.peak_bytes)
+    return _Lift(cuts, values > 0.5).judged()
 
 
 def repeats(judged: Judged, cuts: Collection[int]) -> set[tuple[int, int]]:
@@ -119,13 +116,10 @@ class _Lift:
     """A plan that does what a solution says, each thing when it is needed.
 
     What a segment makes for later ones is made once all that it is made from has no
-    other use, or earlier, in the stage where the crests of the plan `late` are lowest.
+    other use.
     """
 
-    def __init__(
-        self, cuts: Cuts, chosen: Any, late: list[tuple[int, int]] | None = None
-    ):
-        self.late = late
+    def __init__(self, cuts: Cuts, chosen: np.ndarray):
         self.cuts, self.chosen = cuts, chosen
         waiting = [v for v, y in cuts.waiting.items() if chosen[y.idx]]
         self.graph = cuts.graph.with_resident(waiting)
@@ -207,9 +201,6 @@ class _Lift:
                 first = max(begin, *(self.since[u] for u in reads))
                 when = max(first, *(self.last_use.get(u, -1) + 1 for u in leaving))
                 when = min(when, stage)
-                if self.late:
-                    choices = range(when, min(first, when) - 1, -1)
-                    when = min(choices, key=self.late.__getitem__)
             self.bring([v], when)
         staying = {*self.reads(stage)} - {x for x, _ in replaceable(self.graph)[stage]}
         self.present &= kept | cuts.small | staying

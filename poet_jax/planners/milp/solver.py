@@ -6,9 +6,9 @@ goes on with what it has.
 """
 
 import array
+import concurrent.futures
 import dataclasses
 import importlib
-import itertools
 import logging
 import math
 import os
@@ -23,10 +23,6 @@ from typing import Any
 
 import numpy as np
 
-# A program of many binaries that are of few kinds is solved by kinds. Rows of more
-# terms than the last number are told apart.
-FEW, MOST_KINDS = 200, 100
-SHORT_ROW = 50
 # By so much a row of fixed variables may miss.
 TOLERANCE = 1e-6
 # So many programs are solved at once, each by a process on a core of its own.
@@ -52,15 +48,12 @@ def check_solver(solver: str) -> None:
     """Raise ValueError for an unknown solver, ImportError if python-mip lacks it."""
     if solver not in ("CBC", "HIGHS"):
         raise ValueError(
-            f"A planner was asked for with solver={solver!r}. The solvers are 'CBC' "
-            "and 'HIGHS'. Type solver='CBC'."
+            f"`solver` must be 'CBC' or 'HIGHS', got {solver!r}; use solver='CBC'"
         )
     if solver == "HIGHS" and not importlib.import_module("mip.highs").has_highs:
         raise ImportError(
-            "A planner was asked for with solver='HIGHS', and python-mip finds no "
-            "HiGHS that it can call. CBC comes with python-mip, HiGHS is an extra that "
-            "needs a highspy before 1.16. Type pip install 'poet_jax[highs]', or "
-            "solver='CBC'."
+            "solver='HIGHS' needs a highspy before 1.16, which python-mip does not "
+            "find. Use pip install 'poet_jax[highs]', or solver='CBC'."
         )
 
 
@@ -154,12 +147,10 @@ class Model:
             "columns": np.array(self._columns),
             "coefficients": np.array(self._coefficients),
             "constants": np.array(self._constants),
-            "senses": self._senses,
+            "senses": np.array(self._senses),
         }
-        by_kinds = self.solver == "CBC" and not relaxed and not fixed
-        problem["alike"] = self._alike(problem) if by_kinds else []
         known = np.full(len(self.upper), np.nan)
-        known[[*fixed.keys()]] = [*fixed.values()]
+        known[[*fixed]] = [*fixed.values()]
         if fixed and not _fix(problem, known):
             return Solution(infeasible=True)
         answer = _ask(problem, seconds)
@@ -170,70 +161,45 @@ class Model:
                 "%s gave no answer; planning goes on without it", self.solver
             )
             return Solution()
-        values, value, bound, infeasible = answer
+        values, *rest = answer
         if values is not None:
             known[np.isnan(known)] = values
             values = known
-        return Solution(values, value, bound, infeasible)
+        return Solution(values, *rest)
 
-    def _alike(self, problem: dict) -> list[list[int]]:
-        """Binaries with equal columns, but for which of the short rows they are in:
-        those of equal layers. None if there are many kinds."""
-        count, binaries = len(self.binary), sum(self.binary)
-        if binaries < FEW:
-            return []
-        columns: list[list[tuple]] = [[] for _ in range(count)]
-        costs = dict(problem["objective"])
-        lengths = problem["lengths"].tolist()
-        terms = zip(
-            problem["columns"].tolist(), problem["coefficients"].tolist(), strict=True
-        )
-        for number, (length, sense) in enumerate(
-            zip(lengths, problem["senses"], strict=True)
-        ):
-            row = length if length < SHORT_ROW else -number
-            for column, coefficient in itertools.islice(terms, length):
-                columns[column].append((row, sense, round(coefficient, 9)))
-        kinds: dict[tuple, list[int]] = {}
-        for n in range(count):
-            if self.binary[n]:
-                kind = round(costs.get(n, 0.0), 9), *sorted(columns[n])
-                kinds.setdefault(kind, []).append(n)
-        if len(kinds) > MOST_KINDS or 3 * len(kinds) > binaries:
-            return []
-        return [members for members in kinds.values() if len(members) > 1]
+
+def together(function: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
+    """The function's results for some items, each solved for beside the others."""
+    with concurrent.futures.ThreadPoolExecutor(TOGETHER) as threads:
+        return list(threads.map(function, items))
 
 
 def _fix(problem: dict[str, Any], known: np.ndarray) -> bool:
     """Leave of a program what is NaN in `known`, [variables]; False if a row that has
     no such variable does not hold."""
-    free = np.isnan(known)
-    number = np.cumsum(free) - 1
-    lengths, columns = problem["lengths"], problem["columns"]
-    coefficients, is_left = problem["coefficients"], free[columns]
+    free, lengths, columns = np.isnan(known), problem["lengths"], problem["columns"]
+    number, is_left = np.cumsum(free) - 1, free[columns]
     rows = np.repeat(np.arange(len(lengths)), lengths)
-    added = np.where(is_left, 0.0, coefficients * known[columns])
+    added = np.where(is_left, 0.0, problem["coefficients"] * known[columns])
     constants = problem["constants"] + np.bincount(rows, added, len(lengths))
     lengths = np.bincount(rows[is_left], minlength=len(lengths))
-    senses = np.array(problem["senses"])
-    over = constants * np.where(senses == ">", -1.0, 1.0)
-    over = np.where(senses == "=", abs(over), over)
-    left = lengths > 0
-    problem["constant"] += sum(
-        c * known[n] for n, c in problem["objective"] if not free[n]
-    )
+    left, senses = lengths > 0, problem["senses"]
+    over = np.where(senses == ">", -constants, constants)[~left]
+    over = np.where(senses[~left] == "=", abs(over), over)
+    fixed = [(n, c) for n, c in problem["objective"] if not free[n]]
     problem |= {
+        "constant": problem["constant"] + sum(c * known[n] for n, c in fixed),
         "lengths": lengths[left],
         "columns": number[columns[is_left]],
-        "coefficients": coefficients[is_left],
+        "coefficients": problem["coefficients"][is_left],
         "constants": constants[left],
-        "senses": senses[left].tolist(),
+        "senses": senses[left],
         "objective": [(number[n], c) for n, c in problem["objective"] if free[n]],
         "upper": np.array(problem["upper"])[free].tolist(),
         "binary": np.array(problem["binary"])[free].tolist(),
         "start": [(number[n], x) for n, x in problem["start"] if free[n]],
     }
-    return bool((over[~left] < TOLERANCE).all())
+    return bool((over < TOLERANCE).all())
 
 
 def _ask(problem: dict, seconds: float) -> Any:
