@@ -268,7 +268,8 @@ def budget_too_small(
         advice.append("poet_jax.MilpPlanner(), which may find a leaner plan")
     *most, last = advice
     return BudgetTooSmall(
-        f"A budget of {budget} is too small. {problem}. Use {', '.join(most)}, or {last}.",
+        f"A budget of {budget} is too small. {problem}. Use {', '.join(most)}, or "
+        f"{last}.",
         smallest_bytes=least,
         exact=exact,
         least_bytes=least if exact else int(least_bytes or 0),

@@ -111,7 +111,7 @@ def test_a_folder_that_cannot_be_used_is_named_before_anything_is_planned(tmp_pa
     for folder in (file, file / "below"):
         with pytest.raises(OSError, match="plan_cache") as caught:
             poet_jax.schedule(gradient, BUDGET, plan_cache=folder)
-        assert str(folder) in str(caught.value) and "Use" in str(caught.value)
+        assert str(folder) in str(caught.value) and "Use " in str(caught.value)
 
 
 def test_a_planner_that_cannot_be_told_from_others_is_refused(tmp_path):

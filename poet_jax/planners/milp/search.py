@@ -136,8 +136,8 @@ def _matching(graph: Graph, pin: str, patterns: Iterable[str]) -> set[int]:
         if not named:
             names = ", ".join(repr(value.name) for value in graph.values[:3])
             raise ValueError(
-                f"{pin}={pattern!r} matches none of the graph's {len(graph.values)} "
-                f"values, which are called {names} and so on. Print "
+                f"{pin}={pattern!r} matches no value of the graph. Its "
+                f"{len(graph.values)} values are {names} and so on. Print "
                 "Scheduled.plan(*args).graph for all names."
             )
         found |= named
