@@ -138,12 +138,12 @@ def test_a_key_is_computed_again_and_not_paged():
 def test_a_line_shows_how_far_the_planning_is_until_it_is_turned_off(
     monkeypatch, capsys
 ):
-    graph, costs = long_chain()
+    graph, costs = long_chain(400)
     budget = poet_jax.Budget(peak_bytes(graph, costs) // 2)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     poet_jax.MilpPlanner(time_limit_seconds=2)(graph, costs, budget)
     shown = capsys.readouterr().err
-    assert "planning 80 nodes" in shown and "bound" in shown and "s left" in shown
+    assert "planning 800 nodes" in shown and "bound" in shown and "s left" in shown
     assert shown.endswith("\r\x1b[K")
     silent = poet_jax.MilpPlanner(time_limit_seconds=2, progress=False)
     silent(graph, costs, budget)
