@@ -31,7 +31,9 @@ def solve(
 def lifted(cuts: Cuts, values: np.ndarray | None) -> Judged:
     """The plan of a solution, [variables]."""
     assert values is not None
-    return _Lift(cuts, values > 0.5).judged()
+    late = _Lift(cuts, values > 0.5).judged()
+    timely = _Lift(cuts, values > 0.5, crests(cuts.graph, late)).judged()
+    return min(late, timely, key=lambda judged: judged.usage.peak_bytes)
 
 
 def repeats(judged: Judged, cuts: Collection[int]) -> set[tuple[int, int]]:
@@ -116,10 +118,16 @@ class _Lift:
     """A plan that does what a solution says, each thing when it is needed.
 
     What a segment makes for later ones is made once all that it is made from has no
-    other use.
+    other use, or earlier, in the stage where the crests of the plan `late` are lowest.
     """
 
-    def __init__(self, cuts: Cuts, chosen: np.ndarray):
+    def __init__(
+        self,
+        cuts: Cuts,
+        chosen: np.ndarray,
+        late: list[tuple[int, int]] | None = None,
+    ):
+        self.late = late
         self.cuts, self.chosen = cuts, chosen
         waiting = [v for v, y in cuts.waiting.items() if chosen[y.idx]]
         self.graph = cuts.graph.with_resident(waiting)
@@ -201,6 +209,9 @@ class _Lift:
                 first = max(begin, *(self.since[u] for u in reads))
                 when = max(first, *(self.last_use.get(u, -1) + 1 for u in leaving))
                 when = min(when, stage)
+                if self.late:
+                    choices = range(when, min(first, when) - 1, -1)
+                    when = min(choices, key=self.late.__getitem__)
             self.bring([v], when)
         staying = {*self.reads(stage)} - {x for x, _ in replaceable(self.graph)[stage]}
         self.present &= kept | cuts.small | staying

@@ -36,7 +36,7 @@ class Neighbourhoods:
     Plans may exceed the budget where no cut is; the nodes where they do become cuts.
     """
 
-    share = 4 / 5
+    share = 3 / 4
 
     def __init__(self, state: State):
         self.state = state

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 from poet_jax.core.graph import Graph
@@ -15,8 +16,9 @@ from poet_jax.planners.planner import ROUNDING, Judged, prefetch
 LARGE, GROWN = 6000, 8000
 HORIZON = 40
 
-# So often what is reserved is halved, where it leaves no plan.
-HALVINGS = 8
+# So often what nodes that run again exceed is left free at the cuts where they do,
+# before as much is left free at all.
+RESERVING_ROUNDS = 8
 
 # A round has this share of the time limit, and so many seconds at least; three times as
 # much where it ended without a solution.
@@ -37,7 +39,7 @@ class Rounds:
     They end when a plan fits, or when more cuts do not help.
     """
 
-    share = 2 / 5
+    share = 1 / 2
 
     def __init__(self, state: State):
         self.state, self.budget = state, state.budget
@@ -45,7 +47,8 @@ class Rounds:
         state.cuts.add(most.index(max(most)))
         self.asked = self.budget  # with an earlier deadline once plans wait for storage
         self.horizon: int | None = None
-        self.reserve_bytes, self.halvings = 0, HALVINGS
+        self.reserve_bytes, self.tries = 0, RESERVING_ROUNDS
+        self.reserves: Counter[tuple[int, int]] = Counter()  # see `Cuts`
         self.failing_bytes, self.fitting_bytes = 0, None  # reserves of earlier rounds
         limit = state.planner.time_limit_seconds
         self.seconds = max(LEAST_SECONDS, limit * SHARE)
@@ -69,7 +72,12 @@ class Rounds:
         """Of all cuts, with a horizon if it is large otherwise."""
         state = self.state
         parts = state.graph, state.costs, self.asked, state.planner, state.cuts
-        program = Cuts(*parts, horizon=self.horizon, reserve_bytes=self.reserve_bytes)
+        program = Cuts(
+            *parts,
+            horizon=self.horizon,
+            reserve_bytes=self.reserve_bytes,
+            reserves=self.reserves,
+        )
         size = program.statistics["binaries"]
         if self.budget and not self.horizon and len(state.cuts) > 1 and size > LARGE:
             self.horizon = HORIZON
@@ -84,7 +92,8 @@ class Rounds:
 
     def proven(self, bound: float) -> float:
         """The bound of the last program, 0 if it is none for all plans."""
-        narrowed = self.reserve_bytes or self.horizon or self.asked is not self.budget
+        reserving = self.reserve_bytes or self.reserves
+        narrowed = reserving or self.horizon or self.asked is not self.budget
         return 0.0 if narrowed else bound
 
     def adapt(self, judged: Judged | None, bound: float, stopped: bool) -> bool:
@@ -111,7 +120,7 @@ class Rounds:
         if over > 0:
             self.failing_bytes = self.reserve_bytes
             if self.fitting_bytes is None:
-                self.reserve_bytes += over + limit // 100
+                self.reserve_more(judged, over)
                 return True
         elif (late := self.late_seconds(judged)) > 0:
             return self.hurry(late)
@@ -127,11 +136,26 @@ class Rounds:
         self.state.cuts |= new
         return bool(new)
 
+    def reserve_more(self, judged: Judged, over: int) -> None:
+        """Leave room for what exceeds the budget between the cuts."""
+        assert self.budget is not None
+        limit, crest = self.budget.memory_bytes, crests(self.state.graph, judged)
+        self.tries -= 1
+        if self.tries < 0 or self.horizon:
+            self.reserve_bytes += over + limit // 100
+            return
+        for stage in worst_stages(self.state.graph, judged, limit):
+            live, again = crest[stage]
+            self.reserves[stage, again] += live - limit
+
     def reserve_less(self) -> bool:
         """Half of what is left free, as it leaves no plan."""
-        self.halvings -= 1
+        if not (self.reserve_bytes or self.reserves) or self.tries <= 0:
+            return False
+        self.tries -= 1
         self.reserve_bytes //= 2
-        return self.reserve_bytes > 0 and self.halvings > 0
+        self.reserves = Counter({key: n // 2 for key, n in self.reserves.items()})
+        return True
 
     def narrow(self, stopped: bool) -> bool:
         """The reserve between one that is enough and one that is not; at last a round
