@@ -8,7 +8,7 @@ import sys
 import pytest
 from absl import flags
 from absl.testing import flagsaver
-from test_explain import Page
+from viz.test_explain import Page
 
 import poet_jax
 from poet_jax import cli

@@ -14,8 +14,8 @@ def cut(program: Program, costs: Costs, memory_bytes: float = 0) -> Program:
 
     The compiler runs the nodes of a stage in whatever order it likes: all that a stage
     reads and makes is in RAM until it ends. A transfer ends one. So does a node that
-    would wait for a page, since the others need not, and a node that would be there
-    twice, since the compiler would merge them.
+    would wait for a page, since the others need not, one that would be there twice,
+    since the compiler would merge them, and one that makes again what was freed.
     """
     return Program(program.graph, tuple(_Cutter(program, costs, memory_bytes).result()))
 
@@ -60,7 +60,8 @@ class _Cutter:
         need_bytes = self.live_bytes + self.held_bytes + self._total(moment.arrives)
         need_bytes += max(self.workspaces[n] for n in x.nodes)
         arriving = self.arriving.intersection(x.reads)
-        again = not set(self.nodes).isdisjoint(x.nodes)
+        freed = {free.value for free in self.freed}
+        again = not freed.isdisjoint(x.writes) or not set(self.nodes).isdisjoint(x.nodes)
         if again or need_bytes > self.memory_bytes or arriving:
             yield from self._end()
         self.arriving -= arriving

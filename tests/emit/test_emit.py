@@ -69,6 +69,23 @@ def test_stages_hold_every_instruction_once_and_reads_come_before(case, share):
     assert before.present == after.present  # nothing was read that was not there
 
 
+def test_what_is_freed_and_made_again_is_there_in_stages():
+    """As in a stage that begins between the two."""
+    values = tuple(poet_jax.core.Value(name, 4) for name in "abc")
+    nodes = (
+        poet_jax.core.Node("a", (), (0,)),
+        poet_jax.core.Node("b", (0,), (1,)),
+        poet_jax.core.Node("c", (0, 1), (2,)),
+    )
+    graph = poet_jax.Graph(values, nodes, outputs=(2,))
+    actions = (Compute(0), PageOut(0), Compute(1), Compute(0), Compute(2))
+    _, costs = budgeted(graph)
+    program = lower_actions(graph, actions)
+    staged = cut(program, costs, float("inf"))
+    assert staged.runs == program.runs
+    assert list(walk(staged))[-1].present >= {2}
+
+
 @examples(60)
 @given(case=budgeted_graphs())
 def test_without_memory_each_node_is_a_stage_and_with_all_of_it_few_are(case):
