@@ -208,7 +208,8 @@ def run_train(output, **values):
         flags.FLAGS.mark_as_parsed()
     with flagsaver.flagsaver(output=str(output), **values):
         train.main(["train"])
-    return [json.loads(line) for line in (output / "metrics.jsonl").open()]
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 @pytest.mark.parametrize(
