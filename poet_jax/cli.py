@@ -313,7 +313,7 @@ def _beneath(step: Any, args: Sequence[Any]) -> tuple[Scheduled, Sequence[Any]]:
             f"A {type(step).__name__} was returned with {len(args)} arguments. It "
             f"takes {takes}. Use `return step, {takes}`."
         ) from error
-    beneath = step.beneath(*args)
+    beneath = step.array_step(*args)
     if isinstance(beneath, tuple):
         return beneath
     return beneath.scheduled, beneath.args

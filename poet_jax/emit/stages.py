@@ -61,7 +61,9 @@ class _Cutter:
         need_bytes += max(self.workspaces[n] for n in x.nodes)
         arriving = self.arriving.intersection(x.reads)
         freed = {free.value for free in self.freed}
-        again = not freed.isdisjoint(x.writes) or not set(self.nodes).isdisjoint(x.nodes)
+        again = not freed.isdisjoint(x.writes) or not set(self.nodes).isdisjoint(
+            x.nodes
+        )
         if again or need_bytes > self.memory_bytes or arriving:
             yield from self._end()
         self.arriving -= arriving

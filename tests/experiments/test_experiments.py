@@ -206,7 +206,8 @@ def run_train(output, **values):
         flags.FLAGS.mark_as_parsed()
     with flagsaver.flagsaver(output=str(output), **values):
         train.main(["train"])
-    return [json.loads(line) for line in (output / "metrics.jsonl").open()]
+    lines = (output / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 @pytest.mark.parametrize(
@@ -311,7 +312,7 @@ def test_training_within_a_budget_is_plain_training(tmp_path):
         ({"model": "bert2", "dataset": "digits"}, "It reads tokens"),
         ({"dataset": "cifar10"}, "never downloaded"),
         ({"dataset": "digits", "device": "abacus"}, "The devices are host, MKR1000"),
-        ({"dataset": "digits", "budget": "64"}, "A size is a number and a unit"),
+        ({"dataset": "digits", "budget": "64"}, "is not a size"),
         (
             {
                 "model": "mlp",

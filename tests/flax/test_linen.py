@@ -175,11 +175,13 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.usefixtures("standard_promotion")  # rates and averages of optax do
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_see_what_they_see_under_jit(name):
     assert_trains_alike(MLP(), squared_error, BATCH, OPTIMIZERS[name])
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_bfloat16_parameters_keep_their_type_and_float32_moments():
     """Rounding of bfloat16 is 2^-9, and XLA may skip some of it inside a fusion."""
     tx = optax.adam(1e-2, mu_dtype=jnp.float32)

@@ -213,6 +213,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.usefixtures("standard_promotion")  # rates and averages of optax do
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_see_what_they_see_under_nnx_jit(name):
     assert_trains_alike(*MODELS["mlp"], OPTIMIZERS[name])
@@ -294,6 +295,7 @@ def test_two_arguments_are_enough(labels, loss_fn):
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_bfloat16_parameters_keep_their_type_and_float32_moments():
     """Rounding of bfloat16 is 2^-9, and XLA may skip some of it inside a fusion."""
     tx = optax.adam(1e-2, mu_dtype=jnp.float32)
@@ -313,6 +315,7 @@ def test_tied_weights_stay_tied():
     assert model.first.kernel is model.third.kernel
 
 
+@pytest.mark.usefixtures("standard_promotion")  # a metric of flax does
 def test_a_step_with_two_optimizers_and_metrics():
     """Two models of one loss, as in adversarial training, and a metric."""
 

@@ -100,7 +100,7 @@ def test_a_program_fails_by_the_name_of_a_damaged_page(store, damage):
         jax.block_until_ready(paging(10_000, harm)(data, places))
     error = library.page_error(caught.value)
     assert isinstance(error, poet_jax.PageStoreError)
-    assert str(error).startswith("'layer1/kernel' (10000 bytes) was to be paged in")
+    assert str(error).startswith("'layer1/kernel' (10000 bytes) could not be paged in")
     assert str(error).endswith("FileStore(another_folder).")
     np.testing.assert_array_equal(paging(10_000)(data, places), data)  # and goes on
 
@@ -182,5 +182,5 @@ def test_a_disk_that_is_full_fails_the_program_and_leaves_no_trace_at_exit(tmp_p
             print(library.page_error(error))
         """
     )
-    assert "'big' (8388608 bytes) was to be paged out" in said
+    assert "'big' (8388608 bytes) could not be paged out" in said
     assert "File too large" in said and "store_bytes" in said
