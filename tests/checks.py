@@ -1,11 +1,13 @@
 """What tests of several folders ask of a message or a program."""
 
+import dataclasses
 import re
 
 import jax
 import numpy as np
 
 import poet_jax
+from poet_jax.core.plan import Compute
 
 
 def assert_three_sentences(error, *facts):
@@ -14,6 +16,14 @@ def assert_three_sentences(error, *facts):
     assert len(re.findall(r"[.?!](?=\s|$)", message)) <= 3, message
     for fact in facts:
         assert str(fact) in message, (fact, message)
+
+
+def renumbered(plan, numbers):
+    """The plan for a graph in which node n is called `numbers[n]`."""
+    actions = (
+        Compute(numbers[x.node]) if isinstance(x, Compute) else x for x in plan.actions
+    )
+    return dataclasses.replace(plan, actions=tuple(actions))
 
 
 def call(emitted, leaves):

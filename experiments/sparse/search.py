@@ -32,11 +32,12 @@ import poet_jax
 from experiments.data import Dataset
 from experiments.models import loss_fn
 from experiments.program import appending, program, read_rows, result_flags
+from experiments.sparse.evolution import evolve
 from experiments.sparse.minilm import load_minilm
 from experiments.sparse.passages import CHAPTERS, chapters_task
 from experiments.sparse.schemes import WITHOUT_LIMIT, accuracy
 from poet_jax import cli
-from poet_jax.update import Found, Update, contributions, evolve, search
+from poet_jax.update import Found, Update, contributions, search
 from poet_jax.viz.figures import drawn
 
 HEAD = {"head/**": 1.0}  # new, so every scheme trains it

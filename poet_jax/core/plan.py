@@ -8,7 +8,7 @@ import math
 import numbers
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from poet_jax.core.costs import Costs
@@ -170,14 +170,6 @@ class Plan:
         """The nodes in the order in which they run first: the graph's, mostly."""
         computes = (x.node for x in self.actions if isinstance(x, Compute))
         return tuple(dict.fromkeys(computes))
-
-    def renumbered(self, numbers: Mapping[int, int]) -> "Plan":
-        """The plan for a graph in which node n is called `numbers[n]`."""
-        actions = (
-            Compute(numbers[x.node]) if isinstance(x, Compute) else x
-            for x in self.actions
-        )
-        return dataclasses.replace(self, actions=tuple(actions))
 
     @property
     def gap(self) -> float:

@@ -9,7 +9,7 @@ from poet_jax.update.scheme import (
     lora,
     parse_update,
 )
-from poet_jax.update.selection import Found, contributions, evolve, search
+from poet_jax.update.selection import Found, contributions, search
 
 __all__ = [
     "Found",
@@ -17,7 +17,6 @@ __all__ = [
     "UpdateLike",
     "bias_only",
     "contributions",
-    "evolve",
     "full",
     "last_blocks",
     "lora",

@@ -4,17 +4,15 @@
 it is trained alone (contribution analysis; Lin et al., NeurIPS 2022, section 3.2, and
 PockEngine, section 2.2). `search` then chooses items together with their schedule, in
 one mixed-integer program: memory is that of a plan with remat and paging, not a sum
-over layers. `evolve` is the published search, for comparison.
+over layers.
 """
 
 import dataclasses
-import functools
 import json
 import logging
 import math
 import os
 import pathlib
-import random
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -27,7 +25,6 @@ from poet_jax.planners.milp.cuts import Cuts
 from poet_jax.planners.milp.lift import stage_bytes, summits
 from poet_jax.planners.milp.search import MilpPlanner
 from poet_jax.planners.milp.solver import xsum
-from poet_jax.planners.planner import fits, keep_everything
 from poet_jax.update.items import Items
 from poet_jax.update.scheme import Update
 
@@ -46,9 +43,9 @@ class Found:
       items: the patterns chosen.
       gain: the sum of their gains.
       bound: proven upper bound on the gain of any choice that fits, with nodes grouped
-        as in the step that trains all items. Infinite for `evolve`.
+        as in the step that trains all items.
       schedule: of the step that trains the chosen items, within the budget.
-      planned: number of schemes planned, or by `evolve` simulated.
+      planned: number of schemes planned.
     """
 
     update: Update
@@ -57,6 +54,20 @@ class Found:
     bound: float
     schedule: Schedule
     planned: int
+
+    @classmethod
+    def of(
+        cls,
+        items: Items,
+        chosen: frozenset[int],
+        schedule: Schedule,
+        bound: float,
+        planned: int,
+    ) -> "Found":
+        """What was found of `items`: those with the numbers `chosen`."""
+        gain, names = items.gain(chosen), items.names(chosen)
+        update, bound = items.update(chosen), max(bound, gain)
+        return cls(update, names, gain, bound, schedule, planned)
 
     def __str__(self) -> str:
         proof = f"none gains over {self.bound:.4g}"
@@ -208,61 +219,4 @@ def search(
                 logger.info("do not fit together: %s", ", ".join(items.names(chosen)))
                 refused.append(chosen)
                 chosen -= {least_worth(chosen)}
-    return _found(items, best, schedule, bound, planned)
-
-
-def evolve(
-    step: Any,
-    *args: Any,
-    gains: Mapping[str, float],
-    generations: int = 40,
-    population: int = 32,
-    seed: int = 0,
-) -> Found:
-    """Search like `search`, but evolve subsets as published, for comparison.
-
-    Subsets are recombined and mutated (Lin et al., NeurIPS 2022); one that exceeds
-    memory or deadline without remat and paging is worth nothing. The best is then
-    planned as by `search`.
-    """
-    items = Items(step.array_step(*args), gains)
-    drawn = random.Random(seed)
-
-    @functools.cache
-    def worth(chosen: frozenset[int]) -> float:
-        if not fits(keep_everything(*items.restricted(chosen)).usage, items.budget):
-            return -1.0
-        return items.gain(chosen)
-
-    def fitter() -> frozenset[int]:
-        return max(drawn.sample(generation, 2), key=worth)
-
-    def child() -> frozenset[int]:
-        one, other = fitter(), fitter()
-        mixed = {k for k in items.all if k in (one if drawn.random() < 0.5 else other)}
-        flipped = {k for k in items.all if drawn.random() < 1 / len(items.all)}
-        return frozenset(mixed ^ flipped)
-
-    generation = [
-        frozenset(k for k in items.all if drawn.random() < share / population)
-        for share in range(population)
-    ]
-    for _ in range(generations):
-        fittest = max(generation, key=worth)
-        generation = [fittest, *(child() for _ in range(population - 1))]
-    best = max(generation, key=worth)
-    best = best if worth(best) >= 0 else frozenset()
-    planned = worth.cache_info().currsize
-    return _found(items, best, items.schedule(best), math.inf, planned)
-
-
-def _found(
-    items: Items,
-    chosen: frozenset[int],
-    schedule: Schedule,
-    bound: float,
-    planned: int,
-) -> Found:
-    gain = items.gain(chosen)
-    names, bound = items.names(chosen), max(bound, gain)
-    return Found(items.update(chosen), names, gain, bound, schedule, planned)
+    return Found.of(items, best, schedule, bound, planned)

@@ -5,6 +5,7 @@ import json
 import os
 
 import pytest
+from checks import renumbered
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import attempt, budgeted_graphs, examples
@@ -197,7 +198,7 @@ def test_a_plan_in_another_order_uses_the_same(case, rng):
     plan = attempt(poet_jax.greedy, moved, moved_costs, memory_bytes)
     if isinstance(plan, poet_jax.BudgetTooSmall):
         return
-    here = plan.renumbered(dict(enumerate(numbers)))
+    here = renumbered(plan, numbers)
     assert list(here.order) == numbers and plan.order == tuple(range(len(numbers)))
     there = poet_jax.simulate(poet_jax.lower(moved, plan), moved_costs)
     usage = poet_jax.simulate(poet_jax.lower(graph, here), costs)

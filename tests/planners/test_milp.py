@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checks import renumbered
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import (
@@ -209,7 +210,7 @@ def in_late_order(graph, costs, budget):
     nodes = tuple(graph.nodes[number] for number in numbers)
     moved = dataclasses.replace(graph, nodes=nodes)
     plan = poet_jax.greedy(moved, costs.of(numbers, range(len(graph.values))), budget)
-    return plan.renumbered(dict(enumerate(numbers)))
+    return renumbered(plan, numbers)
 
 
 def test_a_step_runs_in_the_order_of_its_plan(tmp_path):

@@ -9,8 +9,9 @@ import pytest
 from flax import nnx
 
 import poet_jax
+from experiments.sparse.evolution import evolve
 from poet_jax.planners.planner import keep_everything
-from poet_jax.update import contributions, evolve, search
+from poet_jax.update import contributions, search
 
 DEVICE = poet_jax.devices.RASPBERRY_PI_4
 BATCH = jnp.ones((64, 32)), jnp.zeros((64,), int)
