@@ -21,10 +21,11 @@ from poet_jax import devices
 from poet_jax.api.pareto import Front, pareto
 from poet_jax.api.schedule import Schedule, make_schedule
 from poet_jax.api.transform import Scheduled, schedule
-from poet_jax.core.costs import Costs, load_instance
+from poet_jax.core.costs import Costs
 from poet_jax.core.device import DeviceProfile
 from poet_jax.core.errors import CannotTrace
 from poet_jax.core.graph import Graph
+from poet_jax.core.instances import load_instance
 from poet_jax.core.plan import Planner, parse_budget
 from poet_jax.core.units import format_bytes
 from poet_jax.devices.machine import host

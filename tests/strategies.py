@@ -12,7 +12,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 import poet_jax
-from poet_jax.core.graph import Equation, Place
+from poet_jax.core.equation import Equation
+from poet_jax.core.graph import Place
 from poet_jax.core.in_place import replaceable
 from poet_jax.planners.planner import floor_bytes, keep_everything
 

@@ -1,8 +1,9 @@
 """Data and laws: graphs, costs, plans, programs, and what these use."""
 
-from poet_jax.core.costs import Costs, load_instance
+from poet_jax.core.costs import Costs
 from poet_jax.core.device import DeviceProfile
 from poet_jax.core.graph import Graph, Node, Value
+from poet_jax.core.instances import load_instance
 from poet_jax.core.plan import (
     Budget,
     Compute,

@@ -1,14 +1,14 @@
 """Costs of nodes and transfers, and the FLOPs of a node."""
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from poet_jax.core.device import DeviceProfile
-from poet_jax.core.graph import Equation, Graph, Node, read_instance, unrolled
+from poet_jax.core.equation import Equation, unrolled
+from poet_jax.core.graph import Node
 from poet_jax.core.units import format_joules, format_seconds
 
 _OF_NODES = ("seconds", "joules", "workspace_bytes")
@@ -90,36 +90,6 @@ def costs_from_dict(data: dict[str, Any]) -> Costs:
         for name, value in data.items()
     }
     return Costs(**columns)
-
-
-def load_instance(path: str | os.PathLike) -> tuple[Graph, Costs]:
-    """Read a planner instance from JSON: a graph without a jaxpr, and its costs.
-
-    The format is that of `graph.read_instance`. Raises ValueError for a cost that is
-    not a finite, non-negative number.
-    """
-    graph, rows = read_instance(path)
-
-    def column(name: str) -> np.ndarray:
-        for row in rows:
-            cost = row.get(name)
-            if not (isinstance(cost, int | float) and 0 <= cost < float("inf")):
-                raise ValueError(
-                    f"{os.fspath(path)}: {name} of node {row['name']!r} must be a "
-                    f"finite, non-negative number, got {cost!r}."
-                )
-        return np.array([row[name] for row in rows], float)
-
-    return graph, Costs(
-        seconds=column("seconds"),
-        joules=column("joules"),
-        workspace_bytes=np.zeros(len(rows), np.int64),
-        nbytes=column("bytes").astype(np.int64),
-        page_in_seconds=column("page_in_seconds"),
-        page_out_seconds=column("page_out_seconds"),
-        page_in_joules=column("page_in_joules"),
-        page_out_joules=column("page_out_joules"),
-    )
 
 
 def node_flops(node: Node, device: DeviceProfile | None = None) -> float:

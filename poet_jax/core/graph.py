@@ -5,15 +5,14 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
+from poet_jax.core.equation import Equation, Inner, Literal, Name, need_data
 from poet_jax.core.units import format_bytes
 
 
@@ -49,74 +48,6 @@ class Value:
     def __str__(self) -> str:
         kind = f" {self.dtype}{list(self.shape)}" if self.dtype is not None else ""
         return f"{self.name}{kind} ({format_bytes(self.nbytes)})"
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Literal:
-    """A constant operand that is part of an equation."""
-
-    value: Any
-
-    @property
-    def key(self) -> tuple:
-        """Equal keys are equal constants, to the bit."""
-        data = np.asarray(self.value)
-        python_type = type(self.value).__name__
-        return python_type, str(data.dtype), data.shape, data.tobytes()
-
-
-class Inner:
-    """The name of a value inside nodes, which no node reads or writes."""
-
-
-Name = int | Inner  # of a value: the number of one of the graph's, or an inner one
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Equation:
-    """One primitive applied to operands, inside the body of a node.
-
-    Attributes:
-      primitive, params: as in a jaxpr.
-      operands: numbers of the graph's values, `Inner`s or `Literal`s.
-      results: numbers of the graph's values, or `Inner`s.
-      operand_shapes, result_shapes: what the FLOP and byte rules need.
-      inner: (equations, times each runs) of control flow's bodies.
-      lowering: another way to compute the same, called with `params` and operands.
-    """
-
-    primitive: Any
-    params: dict[str, Any]
-    operands: tuple[Name | Literal, ...]
-    results: tuple[Name, ...]
-    operand_shapes: tuple[jax.ShapeDtypeStruct, ...]
-    result_shapes: tuple[jax.ShapeDtypeStruct, ...]
-    inner: tuple[tuple[tuple["Equation", ...], int], ...] = ()
-    lowering: Callable[..., Any] | None = None
-
-    @property
-    def reads(self) -> list[Name]:
-        """Its operands that are values, as often as they are operands."""
-        return [x for x in self.operands if not isinstance(x, Literal)]
-
-    def renamed(self, names: Mapping[Any, Any]) -> "Equation":
-        """The equation with `names` instead of operands and results that they hold."""
-        return dataclasses.replace(
-            self,
-            operands=tuple(
-                x if isinstance(x, Literal) else names.get(x, x) for x in self.operands
-            ),
-            results=tuple(names.get(x, x) for x in self.results),
-        )
-
-    def bind(self, operands: Sequence[Any]) -> Sequence[Any]:
-        """Apply the primitive to `operands`, arrays or tracers."""
-        if self.lowering is not None:
-            results = self.lowering(self.params, *operands)
-            return results if self.primitive.multiple_results else (results,)
-        params = self.primitive.get_bind_params(self.params)
-        results = self.primitive.bind(*operands, **params)
-        return results if self.primitive.multiple_results else (results,)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -162,7 +93,7 @@ class Node:
     def needs_data(self) -> bool:
         """Whether it is not to run on made-up data: a `while` may never end with that,
         and a function of the host's may raise."""
-        return _need_data(self.equations)
+        return need_data(self.equations)
 
     def __call__(
         self,
@@ -518,87 +449,3 @@ def map_equations(graph: Graph, change: Callable[[Equation], Equation]) -> Graph
         for node in graph.nodes
     )
     return dataclasses.replace(graph, nodes=nodes)
-
-
-def _need_data(equations: Iterable[Equation]) -> bool:
-    return any(
-        equation.primitive.name in ("while", "pure_callback")
-        or any(_need_data(body) for body, _ in equation.inner)
-        for equation in equations
-    )
-
-
-def unrolled(
-    equations: Iterable[Equation], runs: int = 1
-) -> Iterator[tuple[Equation, int]]:
-    """Equations without bodies, and how often each runs."""
-    for equation in equations:
-        if equation.inner:
-            for body, times in equation.inner:
-                yield from unrolled(body, runs * times)
-        else:
-            yield equation, runs
-
-
-def read_instance(path: str | os.PathLike) -> tuple[Graph, list[dict[str, Any]]]:
-    """Read a planner instance: a graph whose nodes have costs but no equations.
-
-    The file is JSON: `nodes`, a list in execution order of objects with `name`,
-      `backward`,
-    `bytes` and costs; `edges`, a list of [producer, consumer]. Node i writes value i. A
-    value that nothing reads may be freed at once; there are no arguments or outputs.
-    Returns the graph and the nodes' objects. Raises ValueError if an edge is malformed.
-    """
-    with open(path) as file:
-        try:
-            data = json.load(file)
-            rows, edges = data["nodes"], data["edges"]
-            for row in rows:
-                _ = row["name"], row["backward"], row["bytes"]
-        except (ValueError, TypeError, KeyError) as error:
-            raise ValueError(
-                f"{os.fspath(path)} is not a planner instance: {error}. An instance is "
-                "JSON with nodes, each with a name, backward, bytes and costs, and "
-                "edges. Write it with graph.write_instance."
-            ) from error
-    reads: list[list[int]] = [[] for _ in rows]
-    for edge in edges:
-        whole = isinstance(edge, list) and all(isinstance(x, int) for x in edge)
-        producer, consumer = edge if whole and len(edge) == 2 else (-1, -1)
-        if not 0 <= producer < consumer < len(rows):
-            raise ValueError(
-                f"{os.fspath(path)} has the edge {edge}. An edge leads from a node to "
-                f"a later one, both below {len(rows)}. Sort the nodes in execution "
-                f"order."
-            )
-        reads[consumer].append(producer)
-    values = tuple(Value(row["name"], row["bytes"]) for row in rows)
-    nodes = tuple(
-        Node(row["name"], tuple(dict.fromkeys(r)), (i,), backward=row["backward"])
-        for i, (row, r) in enumerate(zip(rows, reads, strict=True))
-    )
-    return Graph(values, nodes), rows
-
-
-def write_instance(
-    path: str | os.PathLike, graph: Graph, rows: Sequence[dict[str, Any]]
-) -> None:
-    """Write `graph`, one value per node, with a dictionary of costs per node, as
-    JSON."""
-    nodes = [
-        {
-            "name": node.name,
-            "backward": node.backward,
-            "bytes": graph.values[node.writes[0]].nbytes,
-        }
-        | row
-        for node, row in zip(graph.nodes, rows, strict=True)
-    ]
-    edges = [
-        [graph.producer[v], n]
-        for n, node in enumerate(graph.nodes)
-        for v in node.reads
-        if v in graph.producer
-    ]
-    with open(path, "w") as file:
-        json.dump({"nodes": nodes, "edges": edges}, file, indent=1)

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
 
+from poet_jax.core.equation import Equation, Literal
 from poet_jax.core.errors import CannotTrace, ClosesOverTracer
-from poet_jax.core.graph import Equation, Graph, Literal, Node, Value, with_nodes
+from poet_jax.core.graph import Graph, Node, Value, with_nodes
 
 # Call-like primitives that mean "evaluate this jaxpr here", and the parameter with it.
 _INLINED = {

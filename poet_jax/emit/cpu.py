@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.xla_metadata import set_xla_metadata
 
-from poet_jax.core.graph import Equation, Node
+from poet_jax.core.equation import Equation
+from poet_jax.core.graph import Node
 from poet_jax.passes.cpu.convolution import canonical_convolution
 
 

@@ -23,7 +23,8 @@ import graphlib
 import heapq
 from collections.abc import Iterable
 
-from poet_jax.core.graph import Equation, Graph, Node, with_nodes
+from poet_jax.core.equation import Equation
+from poet_jax.core.graph import Graph, Node, with_nodes
 
 TINY_BYTES = 4096
 

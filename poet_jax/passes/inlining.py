@@ -16,16 +16,8 @@ from typing import Any
 
 import jax
 
-from poet_jax.core.graph import (
-    Equation,
-    Graph,
-    Inner,
-    Literal,
-    Name,
-    Node,
-    Value,
-    with_nodes,
-)
+from poet_jax.core.equation import Equation, Inner, Literal, Name
+from poet_jax.core.graph import Graph, Node, Value, with_nodes
 from poet_jax.passes.grouping import HEAVY, TINY_BYTES
 
 

@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from poet_jax.core.graph import Equation, Graph, Literal, Node
+from poet_jax.core.equation import Equation, Literal
+from poet_jax.core.graph import Graph, Node
 from poet_jax.core.trace import trace, without_dead_code
 
 

@@ -12,7 +12,7 @@ from jax.experimental import io_callback
 
 import poet_jax
 from poet_jax.core.costs import node_flops
-from poet_jax.core.graph import write_instance
+from poet_jax.core.instances import write_instance
 from poet_jax.devices.kernels import workspace_bytes
 from poet_jax.passes.cpu.scratch import node_scratch
 

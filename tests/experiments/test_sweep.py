@@ -11,7 +11,7 @@ from strategies import attempt, budgeted_graphs, examples
 import poet_jax
 from experiments.paper import baselines, points
 from experiments.program import read_rows
-from poet_jax.core.graph import write_instance
+from poet_jax.core.instances import write_instance
 from poet_jax.planners.planner import fits
 
 

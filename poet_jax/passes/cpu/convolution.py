@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax.core.graph import Equation
+from poet_jax.core.equation import Equation
 from poet_jax.passes.cpu.scratch import scratch_bytes
 
 PATCHES_BYTES = 8 * 2**20  # most of shifted images at once

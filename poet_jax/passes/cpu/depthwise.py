@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax.core.graph import Equation
+from poet_jax.core.equation import Equation
 from poet_jax.passes.cpu.convolution import (
     divisor,
     filter_result,

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax.core.graph import Equation
+from poet_jax.core.equation import Equation
 
 MOST_ELEMENTS = 16  # of a window; each is one more term per element of the image
 MOST_TERMS = 4  # of a short sum

@@ -9,7 +9,8 @@ from typing import Any
 
 import jax
 
-from poet_jax.core.graph import Equation, Graph, map_equations
+from poet_jax.core.equation import Equation
+from poet_jax.core.graph import Graph, map_equations
 from poet_jax.passes.cpu import convolution, depthwise, pooling
 
 

@@ -9,7 +9,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from poet_jax.core.graph import Equation, Graph, Node
+from poet_jax.core.equation import Equation
+from poet_jax.core.graph import Graph, Node
 from poet_jax.core.trace import trace
 
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Sequence
 import jax.numpy as jnp
 
 from poet_jax.core.costs import node_flops
-from poet_jax.core.graph import Equation, Graph, Literal, Node
+from poet_jax.core.equation import Equation, Literal
+from poet_jax.core.graph import Graph, Node
 from poet_jax.passes.rewriter import Rewriter
 
 

@@ -15,7 +15,8 @@ of a step of 16 images, 3.7 % of one of a single image.
 
 from typing import Any
 
-from poet_jax.core.graph import Graph, Literal, Node
+from poet_jax.core.equation import Literal
+from poet_jax.core.graph import Graph, Node
 from poet_jax.passes.rewriter import Rewriter
 
 

@@ -15,7 +15,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from poet_jax.core.graph import Equation, Graph, Literal, Node
+from poet_jax.core.equation import Equation, Literal
+from poet_jax.core.graph import Graph, Node
 from poet_jax.passes.rewriter import Rewriter
 from poet_jax.passes.streaming import ELEMENTWISE
 

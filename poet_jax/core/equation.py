@@ -1,0 +1,96 @@
+"""Equations: primitives applied to values, as in a jaxpr."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Literal:
+    """A constant operand that is part of an equation."""
+
+    value: Any
+
+    @property
+    def key(self) -> tuple:
+        """Equal keys are equal constants, to the bit."""
+        data = np.asarray(self.value)
+        python_type = type(self.value).__name__
+        return python_type, str(data.dtype), data.shape, data.tobytes()
+
+
+class Inner:
+    """The name of a value inside nodes, which no node reads or writes."""
+
+
+Name = int | Inner  # of a value: the number of one of the graph's, or an inner one
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Equation:
+    """One primitive applied to operands, inside the body of a node.
+
+    Attributes:
+      primitive, params: as in a jaxpr.
+      operands: numbers of the graph's values, `Inner`s or `Literal`s.
+      results: numbers of the graph's values, or `Inner`s.
+      operand_shapes, result_shapes: what the FLOP and byte rules need.
+      inner: (equations, times each runs) of control flow's bodies.
+      lowering: another way to compute the same, called with `params` and operands.
+    """
+
+    primitive: Any
+    params: dict[str, Any]
+    operands: tuple[Name | Literal, ...]
+    results: tuple[Name, ...]
+    operand_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    result_shapes: tuple[jax.ShapeDtypeStruct, ...]
+    inner: tuple[tuple[tuple["Equation", ...], int], ...] = ()
+    lowering: Callable[..., Any] | None = None
+
+    @property
+    def reads(self) -> list[Name]:
+        """Its operands that are values, as often as they are operands."""
+        return [x for x in self.operands if not isinstance(x, Literal)]
+
+    def renamed(self, names: Mapping[Any, Any]) -> "Equation":
+        """The equation with `names` instead of operands and results that they hold."""
+        return dataclasses.replace(
+            self,
+            operands=tuple(
+                x if isinstance(x, Literal) else names.get(x, x) for x in self.operands
+            ),
+            results=tuple(names.get(x, x) for x in self.results),
+        )
+
+    def bind(self, operands: Sequence[Any]) -> Sequence[Any]:
+        """Apply the primitive to `operands`, arrays or tracers."""
+        if self.lowering is not None:
+            results = self.lowering(self.params, *operands)
+            return results if self.primitive.multiple_results else (results,)
+        params = self.primitive.get_bind_params(self.params)
+        results = self.primitive.bind(*operands, **params)
+        return results if self.primitive.multiple_results else (results,)
+
+
+def need_data(equations: Iterable[Equation]) -> bool:
+    return any(
+        equation.primitive.name in ("while", "pure_callback")
+        or any(need_data(body) for body, _ in equation.inner)
+        for equation in equations
+    )
+
+
+def unrolled(
+    equations: Iterable[Equation], runs: int = 1
+) -> Iterator[tuple[Equation, int]]:
+    """Equations without bodies, and how often each runs."""
+    for equation in equations:
+        if equation.inner:
+            for body, times in equation.inner:
+                yield from unrolled(body, runs * times)
+        else:
+            yield equation, runs
