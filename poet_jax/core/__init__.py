@@ -5,6 +5,7 @@ from poet_jax.core.device import DeviceProfile
 from poet_jax.core.graph import Graph, Node, Value
 from poet_jax.core.instances import load_instance
 from poet_jax.core.plan import (
+    BasePlanner,
     Budget,
     Compute,
     Free,
@@ -18,6 +19,7 @@ from poet_jax.core.program import Program, Run, lower, walk
 from poet_jax.core.simulate import Usage
 
 __all__ = [
+    "BasePlanner",
     "Budget",
     "Compute",
     "Costs",
