@@ -5,9 +5,15 @@ of its cuts alone, but a dozen of cuts make a program that takes minutes. So the
 which it costs most are looked for, one after the other.
 """
 
+import concurrent.futures
+import itertools
 import math
+import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
 
 from poet_jax.planners.milp.cuts import Cuts
 from poet_jax.planners.milp.lift import stage_bytes, summits
@@ -15,7 +21,9 @@ from poet_jax.planners.milp.solver import TOGETHER, together
 from poet_jax.planners.milp.state import State
 from poet_jax.planners.planner import Judged, least_objective
 
-# The cuts to begin with are one from each of so many stretches of the step.
+T = TypeVar("T")
+
+# The cuts to begin with are two from each of so many stretches of the step.
 STRETCHES = 12
 
 # A relaxation has this share of the time limit.
@@ -35,9 +43,11 @@ class Bounds:
 
     Attributes:
       chosen: base nodes to cut at, and their `bound`.
+      together: how many cuts are asked at once.
     """
 
     share = 1.0
+    together = TOGETHER
 
     def __init__(self, state: State):
         self.state = state
@@ -49,15 +59,12 @@ class Bounds:
         self._added: dict[int, float] = {}  # by each other cut, when it was asked last
 
     def __iter__(self) -> Iterator[tuple[float, Judged | None]]:
-        assert self.state.budget is not None
-        live = stage_bytes(self.state.graph, self.state.costs)
-        limit = self.state.budget.memory_bytes
-        self._ask_for([cut for cut in summits(live, STRETCHES) if live[cut] > limit])
+        self._ask_for(self._summits())
         while self._took < self._seconds:
             self._ask_for(self.state.cuts)
             fresh: dict[int, float] = {}
             while (stale := self._stale(fresh)) and self._took < self._seconds:
-                few = stale[:TOGETHER]
+                few = stale[: self.together]
                 for cut, bound in zip(few, together(self._with, few), strict=True):
                     fresh[cut] = self._added[cut] = max(0.0, bound - self.bound)
                     yield bound, None
@@ -67,10 +74,41 @@ class Bounds:
             self.bound += self._added.pop(cut)
             self.chosen.append(cut)
 
+    def beside(self, work: Callable[[], T]) -> tuple[T, float]:
+        """What `work` returns, and the highest bound that was found meanwhile."""
+        done = threading.Event()
+
+        def highest() -> float:
+            bounds = itertools.takewhile(lambda _: not done.is_set(), self)
+            return max((bound for bound, _ in bounds), default=0.0)
+
+        with concurrent.futures.ThreadPoolExecutor(1) as thread:
+            self.together = max(1, TOGETHER - 1)  # `work` takes a processor
+            bound = thread.submit(highest)
+            try:
+                result = work()
+            finally:
+                done.set()
+            self.together = TOGETHER
+            return result, bound.result()
+
+    def _summits(self) -> list[int]:
+        """Where keep-all exceeds the budget most, and where what a node needs itself,
+        which no plan can do without, takes much of that."""
+        graph, costs, budget = self.state.graph, self.state.costs, self.state.budget
+        assert budget is not None
+        live = stage_bytes(graph, costs)
+        own = costs.workspace_bytes + [
+            sum(costs.nbytes[v] for v in {*node.reads, *node.writes})
+            for node in graph.nodes
+        ]
+        cuts = summits(live, STRETCHES) | summits([*(own + live)], STRETCHES)
+        return [cut for cut in cuts if live[cut] > budget.memory_bytes]
+
     def _ask_for(self, cuts: Collection[int]) -> None:
         """Cuts that were not asked for before come first."""
         new = sorted(set(cuts) - {*self.chosen, *self._added})
-        self._added = dict.fromkeys(new, math.inf) | self._added
+        self._added = dict.fromkeys(_spread(new), math.inf) | self._added
 
     def _stale(self, fresh: dict[int, float]) -> list[int]:
         """The cuts that may add more than any of `fresh`, the one that added most
@@ -91,3 +129,10 @@ class Bounds:
         bound = program.relaxed(self._seconds)
         self._took = time.monotonic() - since
         return bound
+
+
+def _spread(items: Sequence[int]) -> list[int]:
+    """The items in an order whose beginnings are from everywhere: by multiples of the
+    golden ratio."""
+    places = [number * (math.sqrt(5) - 1) / 2 % 1 for number in range(len(items))]
+    return [items[n] for n in np.argsort(np.argsort(places, kind="stable"))]

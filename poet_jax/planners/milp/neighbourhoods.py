@@ -36,7 +36,7 @@ class Neighbourhoods:
     Plans may exceed the budget where no cut is; the nodes where they do become cuts.
     """
 
-    share = 3 / 4
+    share = 1 / 2
 
     def __init__(self, state: State):
         self.state = state

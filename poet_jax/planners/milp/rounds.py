@@ -1,12 +1,14 @@
 """Programs of cuts, round after round: the plan of each says what to ask for next."""
 
 import dataclasses
+import functools
 import math
 import time
 from collections import Counter
 from collections.abc import Iterator
 
 from poet_jax.core.graph import Graph
+from poet_jax.planners.milp.bounds import Bounds
 from poet_jax.planners.milp.cuts import Cuts
 from poet_jax.planners.milp.lift import crests, solve
 from poet_jax.planners.milp.state import State
@@ -36,13 +38,14 @@ GOOD = 1.02
 class Rounds:
     """A source: `Cuts` with more and more cuts.
 
-    They end when a plan fits, or when more cuts do not help.
+    They end when a plan fits, or when more cuts do not help. A round has one processor,
+    so `bounds` are looked for beside it.
     """
 
     share = 1 / 2
 
-    def __init__(self, state: State):
-        self.state, self.budget = state, state.budget
+    def __init__(self, state: State, bounds: Bounds | None = None):
+        self.state, self.budget, self.bounds = state, state.budget, bounds
         most = crests(state.graph, state.baseline)
         state.cuts.add(most.index(max(most)))
         self.asked = self.budget  # with an earlier deadline once plans wait for storage
@@ -62,7 +65,12 @@ class Rounds:
             program = self.program()
             start = state.best if state.least() <= GOOD * state.bound else None
             seconds, begin = self.seconds_of_round(), time.monotonic()
-            judged, bound = solve(program, seconds, self.gap, start)
+            solving = functools.partial(solve, program, seconds, self.gap, start)
+            if self.bounds is None:
+                judged, bound = solving()
+            else:
+                (judged, bound), other = self.bounds.beside(solving)
+                state.raise_bound(other)
             stopped = time.monotonic() - begin > 0.9 * seconds
             state.solved |= judged is not None
             yield self.proven(bound), judged and state.repaired(judged)

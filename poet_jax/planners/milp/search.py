@@ -237,8 +237,9 @@ class _Search:
             return [self.evictions, Exact(state)]
         if state.budget is None:
             return [Rounds(state), self.evictions]
-        improving = Neighbourhoods(state), Bounds(state)
-        return [Rounds(state), self.evictions, *improving]
+        bounds = Bounds(state)
+        rounds = Rounds(state, bounds)
+        return [rounds, self.evictions, Neighbourhoods(state), bounds]
 
     def evict(self) -> None:
         """A heuristic's plan, if there is none yet, in as much time again at most."""
