@@ -134,7 +134,7 @@ def named_device(name: str) -> DeviceProfile:
         return DeviceProfile.load(name)
     if name not in devices.ALL:
         raise ValueError(
-            f"A device named {name!r} was asked for. The devices are host, "
+            f"No device is named {name!r}. The devices are host, "
             f"{', '.join(devices.ALL)}. Use one of these, or a path that ends in .toml "
             "or .json for a profile of your own."
         )
@@ -155,7 +155,7 @@ def named_planner(name: str, **options: Any) -> Planner:
         return RULES[name]
     if name not in MILPS:
         raise ValueError(
-            f"A planner named {name!r} was asked for. The planners are "
+            f"No planner is named {name!r}. The planners are "
             f"{', '.join([*RULES, *MILPS])}. Use --planner=milp."
         )
     given = {key: x for key, x in options.items() if x is not None}
@@ -200,28 +200,28 @@ def loaded(target: str) -> tuple[Any, ...]:
     path = pathlib.Path(file)
     if path.suffix != ".py" or not name.isidentifier():
         raise ValueError(
-            f"A step was asked for as {target!r}. A step is named by a file and a "
-            "function in it, and an instance is a file of JSON. Use for example "
-            "train.py:make_step, or instance.json."
+            f"{target!r} names neither a step, by a file and a function in it, nor an "
+            "instance, a file of JSON. Use for example train.py:make_step, or "
+            "instance.json."
         )
     if not path.is_file():
         raise FileNotFoundError(
-            f"A step was asked for in {path}, and there is no such file. Paths are "
-            f"relative to {pathlib.Path.cwd()}. Use the path of a file that exists."
+            f"{path}: there is no such file. Paths are relative to "
+            f"{pathlib.Path.cwd()}. Use the path of a file that exists."
         )
     with _errors_of(target):
         module = _imported(path)
     make = getattr(module, name, None)
     if not inspect.isfunction(make) or inspect.signature(make).parameters:
         raise ValueError(
-            f"{path} was asked for a function {name} without arguments, and has none. "
+            f"{path} has no function {name} without arguments. "
             f"Its functions are {_signatures(module)}. {HOW_TO_RETURN}"
         )
     with _errors_of(target):
         made = make()
     if not (isinstance(made, tuple) and len(made) > 1 and callable(made[0])):
         raise ValueError(
-            f"{target} was called for a step, and returned {_kind(made)}. "
+            f"{target} must return a step with its arguments, returned {_kind(made)}. "
             f"{HOW_TO_RETURN}"
         )
     return made
@@ -288,8 +288,8 @@ def scheduled(made: Sequence[Any]) -> tuple[Scheduled, Sequence[Any]]:
         return inner, args
     if donated is not None:
         raise ValueError(
-            f"--donate_argnums was given for a step that is a {type(step).__name__}. "
-            "It says itself what it replaces. Use the flag for a plain function only."
+            f"A {type(step).__name__} says itself what it replaces. Use "
+            "--donate_argnums for a plain function only."
         )
     if isinstance(step, Scheduled):
         inner = step

@@ -94,8 +94,8 @@ class Schedule:
         """
         if self.step is None:
             raise PlanInvalid(
-                "A schedule from a file was to be compiled. It holds a plan, but not "
-                "the function. Use Scheduled.lower(*args).compile()."
+                "A schedule from a file holds a plan, but not the function to compile. "
+                "Use Scheduled.lower(*args).compile()."
             )
         return Compiled(self, self.step.compiled)
 
@@ -199,15 +199,14 @@ class Schedule:
             raise
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise PlanInvalid(
-                f"{os.fspath(path)} was to be read as a schedule, and it is not one: "
-                f"{type(error).__name__}: {error}. Schedule.to_json writes files that "
-                "can be read. Plan again with Scheduled.plan(...), and save that."
+                f"{os.fspath(path)} is not a file of Schedule.to_json: "
+                f"{type(error).__name__}: {error}. Plan again with "
+                "Scheduled.plan(...), and save that."
             ) from error
         if not fits(usage, budget):
             raise PlanInvalid(
-                f"{os.fspath(path)} was read as a schedule within {budget}, and its "
-                f"program uses {schedule.usage}. Schedule.to_json writes only what "
-                "fits. Plan again with Scheduled.plan(...), and save that."
+                f"{os.fspath(path)} has a budget of {budget}, and its program uses "
+                f"{schedule.usage}. Plan again with Scheduled.plan(...), and save that."
             )
         return schedule
 

@@ -1,5 +1,6 @@
 """Budgets, actions and plans."""
 
+import abc
 import dataclasses
 import enum
 import glob
@@ -199,7 +200,7 @@ class Planner(Protocol):
     def __call__(self, graph: Graph, costs: Costs, budget: Budget) -> Plan: ...
 
 
-class BasePlanner:
+class BasePlanner(abc.ABC):
     """What a planner says of itself. Of a function these are the defaults.
 
     Attributes:
@@ -214,12 +215,12 @@ class BasePlanner:
     never_page: tuple[str, ...] = ()
     never_remat: tuple[str, ...] = ()
 
+    @abc.abstractmethod
     def __call__(
         self, graph: Graph, costs: Costs, budget: Budget, start: Plan | None = None
     ) -> Plan:
         """A plan; `start`, an earlier one that may fit, is a hint. Raises
         BudgetTooSmall."""
-        raise NotImplementedError
 
     @staticmethod
     def of(planner: Planner) -> "BasePlanner":

@@ -1,5 +1,6 @@
 """Stores for pages: a file, and the allocation of its sectors."""
 
+import abc
 import bisect
 import collections
 import contextlib
@@ -20,7 +21,7 @@ SECTOR_BYTES = 4096  # every page starts at a multiple of this
 _IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-class Store:
+class Store(abc.ABC):
     """Room for pages in a file that this process has open.
 
     A subclass implements `open`, which is called at the first use. Stores are thread
@@ -45,12 +46,12 @@ class Store:
         self._lock = threading.Lock()
         self._leaving: collections.deque[int] = collections.deque()
 
+    @abc.abstractmethod
     def open(self) -> IO[bytes]:
         """Open a file for reading and writing that only this store uses.
 
         An OSError becomes a PageStoreError. The file is closed with the store.
         """
-        raise NotImplementedError
 
     @property
     def place(self) -> str:
