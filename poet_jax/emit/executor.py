@@ -360,6 +360,7 @@ class PagedStep:
         begins = dict(zip(emitted.timed, times, strict=False))
         done: dict[int, float] = {}  # when a transfer ended that nothing waited for yet
         moves = iter(records)
+        waited = 0.0  # until when waiting was counted
         for row, x in enumerate(instructions if records else ()):
             if isinstance(x, PageIn | PageOut):
                 transfer, rows = next(moves)
@@ -370,9 +371,12 @@ class PagedStep:
             elif row in begins:
                 needs = (x.value,) if isinstance(x, Free) else x.reads
                 here = [done.pop(v) for v in needs if v in done]
-                waiting += max(0.0, max(here, default=0.0) - begins[row])
+                # What XLA runs at once waits once.
+                since = max(begins[row], waited)
+                waited = max(waited, *here, 0.0)
+                waiting += max(0.0, waited - since)
         if done:  # what lands is written before the step ends
-            waiting += max(0.0, max(done.values()) - times[-1])
+            waiting += max(0.0, max(done.values()) - max(times[-1], waited))
         storage = sum(x.stop_seconds - x.start_seconds for x in spans)
         if emitted.is_traced:
             for row, first, last in zip(
