@@ -222,7 +222,7 @@ def budgeted_graphs(draw, **options):
     return graph, costs, floor + int(share * max(peak - floor, 0))
 
 
-_OPERATIONS = (
+OPERATIONS = (
     lambda x, w: jnp.sin(x) * w,
     lambda x, w: x @ w,
     lambda x, w: jnp.tanh(x + w),
@@ -236,13 +236,11 @@ _OPERATIONS = (
 
 
 @st.composite
-def programs(draw, max_operations=6):
+def programs(draw, max_operations=6, operations=OPERATIONS):
     """(function, arguments): one step of gradient descent on a random expression."""
     steps = draw(
         st.lists(
-            st.tuples(
-                st.integers(0, len(_OPERATIONS) - 1), st.integers(0, 2), st.booleans()
-            ),
+            st.tuples(st.sampled_from(operations), st.integers(0, 2), st.booleans()),
             min_size=2,
             max_size=max_operations,
         )
@@ -251,7 +249,7 @@ def programs(draw, max_operations=6):
     def loss(weights, x):
         earlier = x
         for operation, weight, skip in steps:
-            new = _OPERATIONS[operation](x, weights[weight])
+            new = operation(x, weights[weight])
             x, earlier = (new + earlier, x) if skip else (new, earlier)
         return jnp.mean(jnp.tanh(x) ** 2)
 

@@ -26,6 +26,7 @@ from poet_jax.core.errors import BudgetTooSmall, CannotTrace, ClosesOverTracer
 from poet_jax.core.graph import Graph, map_equations
 from poet_jax.core.plan import BudgetLike, Planner, parse_budget
 from poet_jax.core.program import Program
+from poet_jax.core.purity import Operations, allow_repeats, names_of
 from poet_jax.core.trace import trace
 from poet_jax.devices.machine import host, on_cpu, paging_problem
 from poet_jax.devices.price import price
@@ -62,6 +63,7 @@ class Scheduled:
         executor: HostExecutor | None,
         plan_cache: str | os.PathLike | None,
         passes: Sequence[Pass] = PASSES,
+        repeatable: Operations = (),
         **jit_options: Any,
     ):
         functools.update_wrapper(self, fun)
@@ -74,6 +76,7 @@ class Scheduled:
         self.planner = planner if planner is not None else MilpPlanner()
         self.executor = executor if executor is not None else HostExecutor()
         self.passes = tuple(passes)
+        self.repeatable = names_of(repeatable)
         self._cache = None if plan_cache is None else PlanCache(plan_cache)
         # An option that is given, even if empty, keeps jax.jit from inferring it.
         self._jit_options = {
@@ -272,9 +275,8 @@ class Scheduled:
             raise CannotTrace(
                 f"{error} Arguments changed since the last call: {reason}."
             ) from error
-        if not paged:
-            return graph
-        return at_home(graph, paged)
+        graph = allow_repeats(graph, self.repeatable)
+        return at_home(graph, paged) if paged else graph
 
 
 def _check_options(device: Any, planner: Any, executor: Any) -> None:
@@ -345,6 +347,7 @@ def schedule(
     executor: HostExecutor | None = None,
     plan_cache: str | os.PathLike | None = None,
     passes: Sequence[Pass] = PASSES,
+    repeatable: Operations = (),
     static_argnums: int | Iterable[int] = (),
     static_argnames: str | Iterable[str] = (),
     donate_argnums: int | Iterable[int] = (),
@@ -371,6 +374,9 @@ def schedule(
         that XLA's CPU backend computes fast and in little memory). `passes=()` leaves
         the graph as it was
         traced, one equation per node; `Scheduled.effects` shows what each does.
+      repeatable: operations that may run twice in a step although it is not known of
+        them, as of callbacks and foreign functions, that they are functions of their
+        operands: primitives, their names, or targets of `jax.ffi.ffi_call`.
       static_argnums, static_argnames, donate_argnums: as for `jax.jit`.
 
     Returns a `Scheduled`; its call raises BudgetTooSmall, CannotTrace, PageStoreError.
@@ -382,6 +388,7 @@ def schedule(
         executor=executor,
         plan_cache=plan_cache,
         passes=passes,
+        repeatable=repeatable,
         static_argnums=static_argnums,
         static_argnames=static_argnames,
         donate_argnums=donate_argnums,

@@ -40,6 +40,9 @@ class Equation:
       operand_shapes, result_shapes: what the FLOP and byte rules need.
       inner: (equations, times each runs) of control flow's bodies.
       lowering: another way to compute the same, called with `params` and operands.
+      has_effect: whether it is to run although nobody reads its results.
+      unknown: names of operations in it that are not known to be functions of their
+        operands: of primitives, and of the targets of foreign functions.
     """
 
     primitive: Any
@@ -50,6 +53,13 @@ class Equation:
     result_shapes: tuple[jax.ShapeDtypeStruct, ...]
     inner: tuple[tuple[tuple["Equation", ...], int], ...] = ()
     lowering: Callable[..., Any] | None = None
+    has_effect: bool = False
+    unknown: frozenset[str] = frozenset()
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether it may run twice, and be left out where nobody reads its results."""
+        return not (self.has_effect or self.unknown)
 
     @property
     def reads(self) -> list[Name]:

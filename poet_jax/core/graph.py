@@ -61,7 +61,8 @@ class Node:
       equations: each after those whose results it reads. Empty in a graph that was not
         traced.
       backward: whether it belongs to the backward pass.
-      repeatable: False for a node with effects, which runs exactly once.
+      repeatable: False for a node that runs once: it has an effect, or an operation
+        that is not known to be a function of its operands.
     """
 
     name: str
@@ -78,7 +79,6 @@ class Node:
         equations: Iterable[Equation],
         writes: Iterable[int],
         backward: bool = False,
-        repeatable: bool = True,
     ) -> "Node":
         """The node of some equations, of which others need `writes`."""
         equations = tuple(equations)
@@ -87,6 +87,7 @@ class Node:
         for equation in equations:
             reads.update((x, None) for x in equation.reads if x not in made)
             made.update(equation.results)
+        repeatable = all(equation.repeatable for equation in equations)
         return cls(name, tuple(reads), tuple(writes), equations, backward, repeatable)
 
     @property

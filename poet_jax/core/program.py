@@ -122,7 +122,7 @@ def walk(program: Program) -> Iterator[Moment]:
                 for number in x.nodes:
                     if number in done and not nodes[number].repeatable:
                         name = nodes[number].name
-                        raise _invalid(f"repeats {name!r}, which has effects")
+                        raise _invalid(f"repeats {name!r}, which runs once")
                 done.update(x.nodes)
                 olds = [old for old, _ in x.over]
                 new = [v for v in x.writes if v not in present]

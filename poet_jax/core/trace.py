@@ -8,7 +8,7 @@ import itertools
 import os
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -20,6 +20,7 @@ from jax.extend import source_info_util
 from poet_jax.core.equation import Equation, Literal
 from poet_jax.core.errors import CannotTrace, ClosesOverTracer
 from poet_jax.core.graph import Graph, Node, Value, with_nodes
+from poet_jax.core.purity import PURE, STRUCTURED
 
 # Call-like primitives that mean "evaluate this jaxpr here", and the parameter with it.
 _INLINED = {
@@ -196,9 +197,7 @@ class _Builder:
             env[var] = self.value(var.aval, f"{name}.{len(self.values)}")
             writes.append(env[var])
         equation = _equation(eqn, operands, writes)
-        self.nodes.append(
-            Node.of(name, [equation], writes, backward, repeatable=not eqn.effects)
-        )
+        self.nodes.append(Node.of(name, [equation], writes, backward))
 
 
 def _equation(eqn, operands, results) -> Equation:
@@ -215,7 +214,26 @@ def _equation(eqn, operands, results) -> Equation:
         shapes(eqn.invars),
         shapes(eqn.outvars),
         tuple(_bodies(eqn)),
+        has_effect=bool(eqn.effects),
+        unknown=frozenset(_unknown(eqn)),
     )
+
+
+def _unknown(eqn) -> Iterator[str]:
+    """Names of the operations of an equation that are not known to be functions of
+    their operands."""
+    name = eqn.primitive.name
+    if name in STRUCTURED:
+        for inner in jax.tree.leaves(eqn.params, is_leaf=_is_jaxpr):
+            if _is_jaxpr(inner):
+                for eqn in _open(inner)[0].eqns:
+                    yield from _unknown(eqn)
+    elif name not in PURE:
+        yield eqn.params.get("target_name", name)
+
+
+def _is_jaxpr(x: Any) -> bool:
+    return isinstance(x, jex_core.Jaxpr | jex_core.ClosedJaxpr)
 
 
 def _bodies(eqn):
@@ -296,12 +314,12 @@ def _node_name(eqn, stack: str) -> str:
 
 
 def without_dead_code(graph: Graph) -> Graph:
-    """Drop nodes and results that no output depends on."""
+    """Drop results that no output depends on, and nodes without others or effects."""
     needed = set(graph.outputs)
     kept = []
     for node in reversed(graph.nodes):
         writes = tuple(v for v in node.writes if v in needed)
-        if not writes and node.repeatable:
+        if not writes and not any(e.has_effect for e in node.equations):
             continue
         kept.append(dataclasses.replace(node, writes=writes))
         needed.update(node.reads)

@@ -280,7 +280,6 @@ class _Coarsener:
             equations.values(),
             writes,
             main.backward,
-            all(nodes[n].repeatable for n in members),
         )
 
 

@@ -102,7 +102,7 @@ class _Recomputer:
     ) -> None:
         """Let node `number` consist of `equations`."""
         old = self.nodes[number]
-        new = Node.of(old.name, equations, writes, old.backward, old.repeatable)
+        new = Node.of(old.name, equations, writes, old.backward)
         for value in old.reads:
             self.readers[value].discard(number)
         for value in new.reads:

@@ -143,7 +143,6 @@ class Rewriter:
                 [equation.renamed(known)],
                 [value],
                 backward,
-                node.repeatable,
             )
             self.nodes[number] = made
             self.place[number] = (anchor, number)
@@ -177,6 +176,4 @@ class Rewriter:
         if not names:
             return node
         equations = [e.renamed(names) for e in node.equations]
-        return Node.of(
-            node.name, equations, node.writes, node.backward, node.repeatable
-        )
+        return Node.of(node.name, equations, node.writes, node.backward)

@@ -260,7 +260,7 @@ class _Streamer:
         names = dict(zip(small.arguments, reads, strict=True))
         names |= dict(zip(small.outputs, writes, strict=True))
         name = f"{like.name}[{rows.start}:{rows.stop}]"
-        return Node.of(name, body(small, names), writes, like.backward, like.repeatable)
+        return Node.of(name, body(small, names), writes, like.backward)
 
 
 def _updated_rows(
@@ -341,9 +341,7 @@ def _widened(indices: jax.Array) -> jax.Array:
 def _joined(first: Node, second: Node) -> Node:
     """One node of two, for what only the second one reads of the first."""
     equations = (*first.equations, *second.equations)
-    return Node.of(
-        second.name, equations, second.writes, second.backward, second.repeatable
-    )
+    return Node.of(second.name, equations, second.writes, second.backward)
 
 
 def _holds(equation: Equation, shape: tuple[int, ...]) -> bool:

@@ -213,6 +213,12 @@ class _Words:
             return "No node can make it again."
         node = self.graph.nodes[self.graph.producer[self.value]]
         if not node.repeatable:
+            unknown = sorted(set().union(*(e.unknown for e in node.equations)))
+            if unknown and not any(e.has_effect for e in node.equations):
+                return (
+                    f"{node.name} runs once, as {', '.join(unknown)} may not be a "
+                    "function of its operands. Use repeatable= to say that it is."
+                )
             return f"{node.name} has effects and cannot run again."
         often = "" if times == 1 else f" {times} times"
         cost = _cost(*self.repeats(times))

@@ -96,7 +96,7 @@ def test_arguments_that_the_caller_keeps_are_never_freed():
         ([PageOut(0)], "not in RAM"),
         ([Compute(0), PageOut(0), PageOut(0)], "twice"),
         ([Compute(0), PageIn(0)], "not paged out"),
-        ([Compute(0), Compute(0)], "effects"),
+        ([Compute(0), Compute(0)], "runs once"),
     ],
 )
 def test_a_plan_that_cannot_run_is_refused(actions, problem):
