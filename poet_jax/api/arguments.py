@@ -2,10 +2,11 @@
 
 import inspect
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+from jax.ref import Ref
 
 from poet_jax.stores.paged import PagedArray
 
@@ -25,11 +26,13 @@ class StaticArguments:
     """Static arguments by position and name, inferred as in `jax.jit`."""
 
     def __init__(
-        self, fun, *, static_argnums=(), static_argnames=(), donate_argnums=()
+        self,
+        fun: Callable,
+        nums: int | Iterable[int] | None = None,
+        names: str | Iterable[str] | None = None,
     ):
-        nums, names = static_argnums, static_argnames
-        self.nums = {nums} if isinstance(nums, int) else set(nums)
-        self.names = {names} if isinstance(names, str) else set(names)
+        self.nums = {nums} if isinstance(nums, int) else set(nums or ())
+        self.names = {names} if isinstance(names, str) else set(names or ())
         try:
             parameters = list(inspect.signature(fun).parameters)
         except (TypeError, ValueError):
@@ -73,6 +76,8 @@ def _aval(leaf: Any) -> tuple[Any, Any, bool]:
     """(shape, dtype, weak type) of a leaf."""
     if isinstance(leaf, PagedArray):
         return leaf.shape, f"{leaf.dtype} on storage", False
+    if isinstance(leaf, Ref):
+        return leaf.shape, f"a reference to {leaf.dtype}", False
     aval = leaf
     if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
         try:

@@ -28,7 +28,7 @@ def init_paged(
     """
     graph = land(reorder(group(trace(init_fn, *args))), min_bytes)
     program = lower_actions(graph, Stages.empty(graph).actions(graph))
-    step = PagedStep(emit(program), store)
+    step = PagedStep(emit(program), store, jax.tree.leaves(args))
     return step(*args)
 
 

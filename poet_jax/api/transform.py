@@ -44,6 +44,12 @@ logger = logging.getLogger("poet_jax")
 SAVED = 0.2
 
 
+JIT_OPTIONS = (
+    "static_argnums", "static_argnames", "donate_argnums", "donate_argnames",
+    "in_shardings", "out_shardings", "keep_unused", "inline", "compiler_options",
+)  # fmt: skip
+
+
 class Scheduled:
     """A function that runs within a budget; made by `schedule`.
 
@@ -64,7 +70,7 @@ class Scheduled:
         plan_cache: str | os.PathLike | None,
         passes: Sequence[Pass] = PASSES,
         repeatable: Operations = (),
-        **jit_options: Any,
+        jit_options: Mapping[str, Any],
     ):
         functools.update_wrapper(self, fun)
         _check_options(device, planner, executor)
@@ -78,12 +84,11 @@ class Scheduled:
         self.passes = tuple(passes)
         self.repeatable = names_of(repeatable)
         self._cache = None if plan_cache is None else PlanCache(plan_cache)
-        # An option that is given, even if empty, keeps jax.jit from inferring it.
-        self._jit_options = {
-            name: x for name, x in jit_options.items() if x not in ((), [])
-        }
-        self._jitted = jax.jit(fun, **self._jit_options)
-        self._static = StaticArguments(fun, **jit_options)
+        self._jit_options = dict(jit_options)
+        self._jitted: Any = jax.jit(fun, **self._jit_options)
+        self._static = StaticArguments(
+            fun, jit_options.get("static_argnums"), jit_options.get("static_argnames")
+        )
         self._schedules: dict[Any, Schedule] = {}
         self._latest: Any = None
         self._step: Step | PagedStep | None = None  # of the latest call
@@ -110,6 +115,20 @@ class Scheduled:
     def lower(self, *args: Any, **kwargs: Any) -> Schedule:
         """As `plan`: the name that `jax.jit(fun).lower(*args).compile()` has."""
         return self.plan(*args, **kwargs)
+
+    def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
+        """As of `jax.jit(fun)`: the plain function, traced."""
+        return self._jitted.trace(*args, **kwargs)
+
+    def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
+        """As of `jax.jit(fun)`: shapes and dtypes of the results."""
+        return self._jitted.eval_shape(*args, **kwargs)
+
+    def clear_cache(self) -> None:
+        """Forget all schedules, and what was compiled for them."""
+        self._schedules.clear()
+        self._latest = self._step = None
+        self._jitted.clear_cache()
 
     def pareto(
         self, *args: Any, budgets: Iterable[BudgetLike] | None = None, **kwargs: Any
@@ -175,7 +194,7 @@ class Scheduled:
             traced = self._traced(args, kwargs, reason, jitted)
             graph, costs = self.priced(traced)
             target = self._target(key, jitted, args, kwargs, traced, graph, costs)
-            problem = paging_problem()
+            problem = paging_problem() or self._placed()
             store_bytes = 0 if problem else self.store_bytes
             with eval_context(), _noting(problem):
                 self._schedules[key] = make_schedule(
@@ -190,6 +209,11 @@ class Scheduled:
             self._latest = key
         return self._schedules[key]
 
+    def _placed(self) -> str:
+        """Why nothing is paged although it could be; empty if there is no reason."""
+        placed = sorted(self._jit_options.keys() & {"in_shardings", "out_shardings"})
+        return f"A step with {' and '.join(placed)} does not page." if placed else ""
+
     def _target(
         self,
         key: Any,
@@ -202,15 +226,26 @@ class Scheduled:
     ) -> Target:
         """What compiles this function for arguments of one key."""
         scratch, scratch_bytes = _scratch(graph)
+        is_timed = self.executor.trace and not self._placed()
 
         def whole() -> Step:
             own_bytes = _scratch(traced)[1]
             return Step(jitted, args, kwargs, graph, scratch_bytes=own_bytes)
 
         def build(program: Program) -> Step | PagedStep:
-            emitted = emit(program, trace=self.executor.trace)
+            emitted = emit(program, trace=is_timed)
             if emitted.records or graph.stored:
-                return PagedStep(emitted, self.executor.store, scratch_bytes)
+                return PagedStep(
+                    emitted,
+                    self.executor.store,
+                    self._leaves(args, kwargs),
+                    scratch_bytes=scratch_bytes,
+                    jit_options={
+                        name: x
+                        for name, x in self._jit_options.items()
+                        if name in ("keep_unused", "inline", "compiler_options")
+                    },
+                )
 
             def within(*args: Any, **kwargs: Any) -> Any:
                 results = emitted(*self._leaves(args, kwargs))
@@ -265,6 +300,11 @@ class Scheduled:
         leaves = self._leaves(args, kwargs)
         paged = [n for n, x in enumerate(leaves) if isinstance(x, PagedArray)]
         try:
+            if paged and (problem := self._placed()):
+                raise TypeError(
+                    f"{problem} An argument is a PagedArray. Leave shardings out, or "
+                    "read it into RAM with jnp.asarray."
+                )
             if paged:
                 args, kwargs = jax.tree.map(_shape_of_paged, (args, kwargs))
                 jitted = None
@@ -348,9 +388,7 @@ def schedule(
     plan_cache: str | os.PathLike | None = None,
     passes: Sequence[Pass] = PASSES,
     repeatable: Operations = (),
-    static_argnums: int | Iterable[int] = (),
-    static_argnames: str | Iterable[str] = (),
-    donate_argnums: int | Iterable[int] = (),
+    **jit_options: Any,
 ) -> Any:
     """Run `fun` within a memory budget: a drop-in for `jax.jit`, also as a decorator.
 
@@ -377,11 +415,20 @@ def schedule(
       repeatable: operations that may run twice in a step although it is not known of
         them, as of callbacks and foreign functions, that they are functions of their
         operands: primitives, their names, or targets of `jax.ffi.ffi_call`.
-      static_argnums, static_argnames, donate_argnums: as for `jax.jit`.
+      jit_options: as for `jax.jit`: `static_argnums`, `static_argnames`,
+        `donate_argnums`, `donate_argnames`, `in_shardings`, `out_shardings`,
+        `keep_unused`, `inline` and `compiler_options`. With shardings nothing is paged.
 
     Returns a `Scheduled`; its call raises BudgetTooSmall, CannotTrace, PageStoreError.
-    Raises ValueError for a budget that cannot be read.
+    Raises ValueError for a budget that cannot be read, and TypeError for another
+    option.
     """
+    if unknown := sorted(jit_options.keys() - JIT_OPTIONS):
+        raise TypeError(
+            f"schedule got an option {unknown[0]!r}, which neither it nor jax.jit has. "
+            f"Of jax.jit's it takes {', '.join(JIT_OPTIONS)}. Use jax.default_device, "
+            "or arrays that are there, to choose where a step runs."
+        )
     options: dict[str, Any] = dict(
         device=device,
         planner=planner,
@@ -389,19 +436,16 @@ def schedule(
         plan_cache=plan_cache,
         passes=passes,
         repeatable=repeatable,
-        static_argnums=static_argnums,
-        static_argnames=static_argnames,
-        donate_argnums=donate_argnums,
     )
     if not callable(fun):
         given = fun if budget is None else budget
-        return functools.partial(schedule, budget=given, **options)
+        return functools.partial(schedule, budget=given, **options, **jit_options)
     if budget is None:
         raise ValueError(
             "schedule was called without a budget; pass bytes, a size, a percentage "
             'or a Budget, as in schedule(fun, "64MiB").'
         )
-    return Scheduled(fun, budget, **options)
+    return Scheduled(fun, budget, **options, jit_options=jit_options)
 
 
 def value_and_grad(

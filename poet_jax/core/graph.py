@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from poet_jax.core.equation import Equation, Inner, Literal, Name, need_data
+from poet_jax.core.references import held_by
 from poet_jax.core.units import format_bytes
 
 
@@ -25,8 +26,10 @@ class Value:
       nbytes: size in bytes.
       shape, dtype: as of the `jax.Array`; `()` and None in a graph that was not traced.
       weak_type: whether JAX may promote the dtype away, as for a Python scalar.
-      pageable: whether it may be written to storage; typed PRNG keys, and what is
-        weakly typed, may not.
+      pageable: whether it may be written to storage; typed PRNG keys, what is weakly
+        typed, and what is in the host's memory already, may not.
+      on_host: whether it is in the host's memory where others are in the device's, as
+        after `jax.device_put(x, jax.memory.Space.Host)`.
     """
 
     name: str
@@ -35,6 +38,7 @@ class Value:
     dtype: Any = None
     weak_type: bool = False
     pageable: bool = True
+    on_host: bool = False
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
@@ -42,7 +46,7 @@ class Value:
 
     @property
     def kind(self) -> tuple[tuple[int, ...], Any]:
-        """Its shape and dtype: arrays of one kind can take each other's place."""
+        """Its shape and dtype, as of a page."""
         return self.shape, self.dtype
 
     def __str__(self) -> str:
@@ -142,7 +146,7 @@ class Graph:
       nodes: [N], every value written before it is read.
       arguments: numbers of the values that the caller supplies, in flat argument order.
       outputs: numbers of the values returned, in flat output order; repeats are
-        allowed.
+        allowed. The last ones are what `references` are to hold.
       constants: arrays that the function closes over, by value number.
       donated: the arguments that may be freed after their last read.
       in_tree, out_tree: pytree structures of `((*args), {**kwargs})` and of the result.
@@ -151,6 +155,8 @@ class Graph:
       resident: of `stored`, those that are in RAM, too, when the step begins, as their
         `successors` are when it ends. A plan decides that.
       waiting: those of `stored` that may be resident; None for all.
+      references: arguments and constants that are mutable references of JAX's, and are
+        written to; they count among `donated`.
       rewritten: whether other equations than those traced compute the same.
     """
 
@@ -166,6 +172,7 @@ class Graph:
     landing: dict[int, Place] = dataclasses.field(default_factory=dict)
     resident: frozenset[int] = frozenset()
     waiting: frozenset[int] | None = None
+    references: tuple[int, ...] = ()
     rewritten: bool = False
 
     def __post_init__(self):
@@ -217,6 +224,11 @@ class Graph:
         both = dict.fromkeys((*self.arguments, *self.constants))
         here = (v for v in both if v not in self.stored)
         return (*here, *sorted(self.resident))
+
+    @property
+    def results(self) -> tuple[int, ...]:
+        """Of `outputs`, those that the caller gets, in flat output order."""
+        return self.outputs[: len(self.outputs) - len(self.references)]
 
     @functools.cached_property
     def returned(self) -> tuple[int, ...]:
@@ -274,13 +286,23 @@ class Graph:
         )
 
     def __call__(self, *leaves: Any) -> list[Any]:
-        """Evaluate the nodes in order: flat arguments to flat outputs, arrays or
+        """Evaluate the nodes in order: flat arguments to flat results, arrays or
         tracers."""
-        known = dict(self.constants) | dict(zip(self.arguments, leaves, strict=True))
+        given = dict(self.constants) | dict(zip(self.arguments, leaves, strict=True))
+        known = {v: held_by(x) for v, x in given.items()}
         for node in self.nodes:
             results = node(*(known[v] for v in node.reads))
             known.update(zip(node.writes, results, strict=True))
-        return [known[v] for v in self.outputs]
+        self.write_references(given, known)
+        return [known[v] for v in self.results]
+
+    def write_references(
+        self, given: Mapping[int, Any], known: Mapping[int, Any]
+    ) -> None:
+        """Write to the references among `given` what they are to hold."""
+        held = self.outputs[len(self.results) :]
+        for v, new in zip(self.references, held, strict=True):
+            given[v][...] = known[new]
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -307,6 +329,7 @@ class Graph:
                 self.outputs,
                 sorted(self.constants),
                 sorted(self.donated),
+                self.references,
             ],
             [
                 sorted((v, *dataclasses.astuple(x)) for v, x in places.items())
@@ -425,6 +448,7 @@ def with_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
         outputs=rename(graph.outputs),
         constants={new[v]: array for v, array in graph.constants.items()},
         donated=frozenset(rename(graph.donated)),
+        references=rename(graph.references),
         stored={new[v]: place for v, place in graph.stored.items() if v in new},
         landing={new[v]: place for v, place in graph.landing.items() if v in new},
     )

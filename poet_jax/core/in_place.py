@@ -81,15 +81,20 @@ def pairs(
     last_read, written = _places(nodes)
     operands = defaultdict(list)
     for value in sorted(free, reverse=True):
-        operands[graph.values[value].kind].append(value)
+        operands[_memory(graph, value)].append(value)
     replaced: dict[int, int] = {}
     for value in sorted(writes, key=written.__getitem__):
-        olds = operands[graph.values[value].kind]
+        olds = operands[_memory(graph, value)]
         dead = [old for old in olds if last_read.get(old, 0) <= written[value]]
         if dead and is_plain(graph.values[value].dtype):
             replaced[value] = max(dead, key=lambda old: last_read.get(old, 0))
             olds.remove(replaced[value])
     return tuple((replaced[v], v) for v in writes if v in replaced)
+
+
+def _memory(graph: Graph, value: int) -> Any:
+    """Equal for values that can take each other's place."""
+    return graph.values[value].kind, graph.values[value].on_host
 
 
 def _places(nodes: Iterable[Node]) -> tuple[dict[Any, int], dict[Any, int]]:

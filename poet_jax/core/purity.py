@@ -10,6 +10,7 @@ from collections.abc import Iterable
 
 from jax.extend.core import Primitive
 
+from poet_jax.core import references
 from poet_jax.core.graph import Graph, Node
 
 Operations = str | Primitive | Iterable[str | Primitive]
@@ -58,6 +59,7 @@ PURE = frozenset(
     "pbroadcast pmax pmin ppermute preduced psum psum_invariant pvary "
     "ragged_all_to_all reduce_scatter unreduced_psum unreduced_reduce_scatter".split()
 )
+PURE |= references.OPERATIONS  # their effects are tracked
 
 # What runs jaxprs that are among its parameters, and is as pure as they are.
 STRUCTURED = frozenset(

@@ -16,11 +16,20 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import source_info_util
+from jax.ref import Ref
 
 from poet_jax.core.equation import Equation, Literal
 from poet_jax.core.errors import CannotTrace, ClosesOverTracer
 from poet_jax.core.graph import Graph, Node, Value, with_nodes
 from poet_jax.core.purity import PURE, STRUCTURED
+from poet_jax.core.references import (
+    Reference,
+    as_function,
+    is_reference,
+    is_seen,
+    is_whole,
+    is_written,
+)
 
 # Call-like primitives that mean "evaluate this jaxpr here", and the parameter with it.
 _INLINED = {
@@ -89,29 +98,38 @@ class _Builder:
         self.values: list[Value] = []
         self.nodes: list[Node] = []
         self.constants: dict[int, Any] = {}
+        self.references: dict[int, Reference] = {}  # that the caller holds
         self.consts = consts
 
     def build(self, traced) -> Graph:
         jaxpr = traced.jaxpr.jaxpr
         leaves = jax.tree_util.tree_leaves_with_path(traced.args_info)
-        arguments = [
-            self.value(var.aval, _argument_name(path))
-            for var, (path, _) in zip(jaxpr.invars, leaves, strict=True)
-        ]
-        env: dict[Any, int] = dict(zip(jaxpr.invars, arguments, strict=True))
+        env: dict[Any, Any] = {}
+        arguments = []
+        for var, (path, _) in zip(jaxpr.invars, leaves, strict=True):
+            arguments.append(self.value(var.aval, _argument_name(path)))
+            self.let(env, var, arguments[-1])
         for number, (var, const) in enumerate(
             zip(jaxpr.constvars, self.consts, strict=True)
         ):
-            env[var] = self.constant(const, var.aval, f"constant{number}")
+            self.let(env, var, self.constant(const, var.aval, f"constant{number}"))
         self.walk(jaxpr, env, prefix="", backward=False)
-        outputs = []
-        kept = {v for v, (_, x) in zip(arguments, leaves, strict=True) if not x.donated}
-        for number, var in enumerate(jaxpr.outvars):
-            operand = self.read(var, env)
+        given = dict(zip(arguments, leaves, strict=True))
+        donated = {v for v, (_, x) in given.items() if x.donated}
+        kept = {*given, *self.constants} - donated
+        outputs: list[int] = []
+        references = {v: x for v, x in self.references.items() if x.held != v}
+        for number, (operand, aval) in enumerate(
+            [
+                *((self.read(var, env), var.aval) for var in jaxpr.outvars),
+                *((x.held, self.values[v].aval) for v, x in references.items()),
+            ]
+        ):
             if isinstance(operand, Literal):
-                operand = self.constant(operand.value, var.aval, f"literal{number}")
+                operand = self.constant(operand.value, aval, f"literal{number}")
+                kept.add(operand)
             # The caller may delete or donate an output, so it shares no array.
-            if operand in self.constants or operand in kept or operand in outputs:
+            if operand in kept or operand in outputs:
                 operand = self.copy(operand)
             outputs.append(operand)
         graph = Graph(
@@ -120,34 +138,41 @@ class _Builder:
             tuple(arguments),
             tuple(outputs),
             self.constants,
-            frozenset(
-                v
-                for v, (_, info) in zip(arguments, leaves, strict=True)
-                if info.donated
-            ),
+            frozenset(donated.union(references)),
             traced.in_tree,
             traced.out_tree,
+            references=tuple(references),
         )
         return without_dead_code(graph)
 
+    def let(self, env, var, value: int) -> None:
+        """Let a variable of the whole function be `value`, or a reference to it."""
+        if is_reference(var.aval):
+            env[var] = self.references[value] = Reference(value)
+        else:
+            env[var] = value
+
     def value(self, aval, name: str) -> int:
         is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
+        weak_type = bool(getattr(aval, "weak_type", False))
+        on_host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
         self.values.append(
             Value(
                 name,
                 int(np.prod(aval.shape, dtype=np.int64)) * aval.dtype.itemsize,
                 tuple(aval.shape),
                 aval.dtype,
-                bool(getattr(aval, "weak_type", False)),
+                weak_type,
                 # A page is read back without a weak type.
-                pageable=not is_key and not getattr(aval, "weak_type", False),
+                pageable=not (is_key or weak_type or on_host),
+                on_host=on_host,
             )
         )
         return len(self.values) - 1
 
     def constant(self, array, aval, name: str) -> int:
         number = self.value(aval, name)
-        if not isinstance(array, jax.Array):
+        if not isinstance(array, jax.Array | Ref):
             weak = getattr(aval, "weak_type", False)
             # Only a Python number makes a weakly typed array.
             python = np.asarray(array).item() if weak else array
@@ -165,7 +190,8 @@ class _Builder:
         assert not isinstance(copied, Literal)
         return copied
 
-    def read(self, var, env) -> "int | Literal":
+    def read(self, var, env) -> Any:
+        """A value's number, a literal or a reference."""
         if isinstance(var, jex_core.Literal):
             return Literal(var.val)
         return env[var]
@@ -192,12 +218,50 @@ class _Builder:
     def append(self, eqn, env, stack: str, backward: bool) -> None:
         operands = [self.read(var, env) for var in eqn.invars]
         name = _node_name(eqn, stack)
-        writes = []
-        for var in eqn.outvars:
-            env[var] = self.value(var.aval, f"{name}.{len(self.values)}")
-            writes.append(env[var])
+        variables = (*eqn.invars, *eqn.outvars)
+        if any(is_reference(var.aval) for var in variables):
+            self.refer(eqn, operands, env, name, backward)
+            return
+        writes = self.results(eqn.outvars, env, name)
         equation = _equation(eqn, operands, writes)
         self.nodes.append(Node.of(name, [equation], writes, backward))
+
+    def results(self, variables, env, name: str) -> list[int]:
+        """Values that an equation writes to `variables`."""
+        for var in variables:
+            env[var] = self.value(var.aval, f"{name}.{len(self.values)}")
+        return [env[var] for var in variables]
+
+    def refer(self, eqn, operands, env, name: str, backward: bool) -> None:
+        """An equation with references among its operands or results."""
+        match eqn.primitive.name, operands:
+            case "new_ref", [value]:
+                env[eqn.outvars[0]] = Reference(value)
+            case "freeze", [reference]:
+                env[eqn.outvars[0]] = reference.held
+            case "free_ref", _:
+                pass
+            case "get", [reference] if is_whole(eqn):
+                env[eqn.outvars[0]] = reference.held
+            case "swap", [reference, value] if is_whole(eqn):
+                env[eqn.outvars[0]], reference.held = reference.held, value
+            case _:
+                self.call(eqn, operands, env, name, backward)
+
+    def call(self, eqn, operands, env, name: str, backward: bool) -> None:
+        """A node of an equation with references, as a function of what they hold."""
+        called = as_function(eqn)
+        writes = self.results(called.outvars, {}, name)
+        given = [x.held if isinstance(x, Reference) else x for x in operands]
+        equation = _equation(called, given, writes)
+        self.nodes.append(Node.of(name, [equation], writes, backward))
+        results = iter(writes)
+        for var, value in zip(eqn.outvars, results, strict=False):
+            env[var] = Reference(value) if is_reference(var.aval) else value
+        for var, operand in zip(eqn.invars, operands, strict=True):
+            if isinstance(operand, Reference):
+                held = next(results)
+                operand.held = held if is_written(eqn, var) else operand.held
 
 
 def _equation(eqn, operands, results) -> Equation:
@@ -214,7 +278,7 @@ def _equation(eqn, operands, results) -> Equation:
         shapes(eqn.invars),
         shapes(eqn.outvars),
         tuple(_bodies(eqn)),
-        has_effect=bool(eqn.effects),
+        has_effect=any(map(is_seen, eqn.effects)),
         unknown=frozenset(_unknown(eqn)),
     )
 
@@ -315,7 +379,7 @@ def _node_name(eqn, stack: str) -> str:
 
 def without_dead_code(graph: Graph) -> Graph:
     """Drop results that no output depends on, and nodes without others or effects."""
-    needed = set(graph.outputs)
+    needed = {*graph.outputs, *graph.references}
     kept = []
     for node in reversed(graph.nodes):
         writes = tuple(v for v in node.writes if v in needed)

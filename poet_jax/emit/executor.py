@@ -78,8 +78,8 @@ class HostExecutor:
     Args:
       store: where pages go; by default a `FileStore` in the system's folder for
         temporary files, or the host's memory if arrays are on an accelerator.
-      trace: whether `Run.spans` has the times of stages, on the CPU. It needs the C++
-        compiler that paging to files needs.
+      trace: whether `Run.spans` has the times of stages, on the CPU and without
+        shardings. It needs the C++ compiler that paging to files needs.
     """
 
     def __init__(self, store: Store | None = None, trace: bool = False):
@@ -171,7 +171,9 @@ class PagedStep:
     Args:
       emitted: the program, and its stages.
       store: where pages go.
+      leaves: flat arguments, or shapes of them.
       scratch_bytes: that libraries allocate without XLA's knowledge.
+      jit_options: of `jax.jit`, but for static and donated arguments and shardings.
 
     Attributes:
       compiled, nbytes: as of `Step`.
@@ -184,21 +186,28 @@ class PagedStep:
         self,
         emitted: Emitted,
         store: Store,
+        leaves: Sequence[Any],
+        *,
         scratch_bytes: int = 0,
+        jit_options: Mapping[str, Any] | None = None,
     ):
         if emitted.records:
             library.load()
         self._emitted, self._store = emitted, store
         self.graph = graph = emitted.program.graph
-        shapes = [graph.values[v].aval for v in emitted.inputs]
+        given = dict(zip(graph.arguments, leaves, strict=True))
+        shapes = [
+            graph.values[v].aval if v in graph.stored else given[v]
+            for v in emitted.inputs
+        ]
         if emitted.pages:
             rows = sum(map(len, emitted.pages.values()))
             shapes.append(jax.ShapeDtypeStruct((rows, 4), np.uint32))
-        gone = graph.donated | graph.resident
+        gone = (graph.donated | graph.resident).difference(graph.references)
         jitted = jax.jit(
             emitted,
             donate_argnums=[n for n, v in enumerate(emitted.inputs) if v in gone],
-            keep_unused=True,
+            **(jit_options or {}),
         )
         self._step = Step(jitted, shapes, {}, graph, scratch_bytes=scratch_bytes)
         self.compiled, self.nbytes = self._step.compiled, self._step.nbytes
@@ -320,7 +329,7 @@ class PagedStep:
             else leaves[graph.stored[value].leaf]
             if value in graph.stored
             else next(here)
-            for leaf, value in enumerate(graph.outputs)
+            for leaf, value in enumerate(graph.results)
         ]
         for value, copy in zip(sorted(graph.resident), here, strict=True):
             new = graph.successors[value]

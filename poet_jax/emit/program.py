@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from poet_jax.core.plan import Free, PageIn, PageOut
 from poet_jax.core.program import Instruction, Program, Run, walk
+from poet_jax.core.references import held_by
 from poet_jax.emit import accelerator, cpu
 from poet_jax.stores import library
 from poet_jax.stores.paged import block_bytes
@@ -50,7 +51,8 @@ def emit(
 class Emitted:
     """A program as a function of flat inputs; made by `emit`.
 
-    Inputs are the graph's arguments in flat order, without those on storage; then the
+    Inputs are the graph's arguments in flat order, without those on storage, and
+    mutable references where the traced function had them; then the
     copies in RAM of `graph.resident`, in order; then, if the program has `pages`,
     uint32 [P, 4], where they lie. Results are the outputs in flat order, without those
     on storage; then what the next step finds in place of the copies; then, if there
@@ -81,7 +83,7 @@ class Emitted:
         landed = {place.leaf for place in graph.landing.values()}
         here = (
             v
-            for leaf, v in enumerate(graph.outputs)
+            for leaf, v in enumerate(graph.results)
             if leaf not in landed and v not in graph.stored
         )
         return (*here, *(graph.successors[v] for v in sorted(graph.resident)))
@@ -149,8 +151,9 @@ class _Walk:
         self.emitted, self.graph = emitted, emitted.program.graph
         self.target: Any = cpu if emitted.backend == "cpu" else accelerator
         count = len(emitted.inputs)
-        self.known: dict[int, Any] = dict(self.graph.constants)
-        self.known.update(zip(emitted.inputs, inputs[:count], strict=True))
+        self.given: dict[int, Any] = dict(self.graph.constants)
+        self.given.update(zip(emitted.inputs, inputs[:count], strict=True))
+        self.known = {v: held_by(x) for v, x in self.given.items()}
         self.places: Any = inputs[count] if emitted.pages else None
         self.last: list[Any] = []  # what the next stage is to wait for
         self.paged: dict[int, Any] = {}  # records of pages, or the pages
@@ -179,6 +182,7 @@ class _Walk:
                     # Memory is the page's until it is written, and somebody has to
                     # say so.
                     self.last += [self.known[value], self.paged[value]]
+        self.graph.write_references(self.given, self.known)
         results = [self.known[v] for v in emitted.outputs]
         if emitted.records:
             # One array, made after the last stamp: records that are joined earlier are

@@ -198,7 +198,8 @@ def as_allocated(
             elif v not in graph.landing:
                 own_bytes += int(nbytes[v])
                 nbytes[v] = 0
-    here = {v for v in graph.arguments if v not in graph.stored}.union(graph.returned)
+    here = {v for v in graph.arguments if v not in graph.stored}
+    here = here.union(graph.returned, graph.references)
     values = tuple(
         dataclasses.replace(
             value,

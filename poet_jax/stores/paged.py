@@ -237,12 +237,13 @@ def at_home(graph: Graph, paged: Collection[int]) -> Graph:
     stored = {graph.arguments[leaf]: Place(leaf) for leaf in sorted(paged)}
     unpaired = {
         leaf: v
-        for leaf, v in enumerate(graph.outputs)
+        for leaf, v in enumerate(graph.results)
         if v in graph.producer and graph.values[v].pageable
     }
     landing: dict[int, Place] = {}
     for value in graph.arguments:
-        if value not in graph.donated or value in graph.outputs:
+        kept = value not in graph.donated or value in graph.references
+        if kept or value in graph.outputs:
             continue
         for leaf, output in unpaired.items():
             if graph.values[output].kind == graph.values[value].kind:
@@ -252,7 +253,7 @@ def at_home(graph: Graph, paged: Collection[int]) -> Graph:
                 break
     donated = frozenset(
         v for v in graph.donated if v in stored or graph.values[v].nbytes >= SMALL_BYTES
-    )
+    ).union(graph.references)
     return dataclasses.replace(graph, stored=stored, landing=landing, donated=donated)
 
 

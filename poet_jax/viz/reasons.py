@@ -228,6 +228,7 @@ class _Words:
         value = self.graph.values[self.value]
         if not value.pageable:
             kind = "a weakly typed array" if value.weak_type else "a PRNG key"
+            kind = "in the host's memory" if value.on_host else kind
             return f"It is {kind}, which is never paged."
         return f"Paging it out and in would cost {_cost(*self.transfers(1, 1))}."
 

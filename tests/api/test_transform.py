@@ -628,3 +628,99 @@ def test_a_numpy_array_that_a_function_closes_over_is_copied_as_under_jit():
     before = np.array(scheduled(X))
     weights[:] = 0
     np.testing.assert_array_equal(scheduled(X), before)
+
+
+# The options and methods of jax.jit.
+
+
+def deep(x, y, power=1):
+    """A step whose hidden values are large beside its arguments."""
+
+    def loss(y):
+        hidden = x
+        for _ in range(8):
+            hidden = jnp.tanh(hidden @ y)
+        return jnp.mean(hidden**power)
+
+    value, gradient = jax.value_and_grad(loss)(y)
+    return y - gradient, x * value
+
+
+def small(x, y=2.0, *, power=1):
+    return (x * y) ** power + jnp.sin(x)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(
+    "jit_options",
+    [
+        {"static_argnums": None, "donate_argnums": None},
+        {"donate_argnames": "y"},
+        {"donate_argnames": ("x", "y"), "static_argnames": ("power",)},
+        {"keep_unused": True, "inline": True},
+        {"compiler_options": {"xla_cpu_enable_fast_min_max": True}},
+        {"in_shardings": None},
+        {"out_shardings": jax.sharding.SingleDeviceSharding(jax.devices()[0])},
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_options_of_jit_do_what_they_do_under_jit(budget, jit_options):
+    args = [jnp.ones((64, 64)) for _ in range(4)]
+    expected = jax.jit(deep, **jit_options)(*args[:2])
+    # One that needs no storage, as a step with shardings has none.
+    planner = poet_jax.MilpPlanner(time_limit_seconds=10, paging=False)
+    got = schedule(deep, budget, planner=planner, **jit_options)(*args[2:])
+    assert_same(got, expected)
+    assert [x.sharding for x in got] == [x.sharding for x in expected]
+    assert [x.is_deleted() for x in args[:2]] == [x.is_deleted() for x in args[2:]]
+
+
+def test_an_option_that_jit_does_not_have_is_refused():
+    with pytest.raises(TypeError, match="'donate'.*donate_argnums"):
+        poet_jax.schedule(small, "1GiB", donate=0)
+
+
+def test_what_jit_tells_of_a_function_it_tells_too():
+    step = schedule(small, "1GiB")
+    x = jnp.ones(3)
+    assert step.eval_shape(x) == jax.jit(small).eval_shape(x)
+    assert str(step.trace(x).jaxpr) == str(jax.jit(small).trace(x).jaxpr)
+
+
+def test_a_cleared_cache_plans_again(caplog):
+    step = schedule(small, "1GiB")
+    x = jnp.ones(3)
+    first = step.plan(x)
+    assert step.plan(x) is first
+    step.clear_cache()
+    assert step.plan(x) is not first
+    assert_same(step(x), small(x))
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_what_is_donated_twice_is_the_error_of_jit(budget):
+    def message(step):
+        x = jnp.ones((64, 64))
+        with pytest.raises(Exception, match="donate") as caught:
+            step(x, x)
+        return type(caught.value), str(caught.value).split(" (")[0][:60]
+
+    ours = message(schedule(deep, budget, donate_argnums=(0, 1)))
+    assert ours == message(jax.jit(deep, donate_argnums=(0, 1)))
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_what_is_donated_and_not_used_stays(budget):
+    unused = jnp.ones((64, 64))
+    step = schedule(lambda x, y, z: deep(x, y), budget, donate_argnums=2)
+    step(jnp.ones((64, 64)), jnp.ones((64, 64)), unused)
+    assert not unused.is_deleted()
+
+
+def test_state_on_storage_cannot_be_placed():
+    store = poet_jax.HostStore()
+    state = poet_jax.to_storage(jnp.ones((512, 512)), store)
+    step = schedule(jnp.sin, "1GiB", in_shardings=None)
+    with pytest.raises(TypeError, match="in_shardings"):
+        step(state)
