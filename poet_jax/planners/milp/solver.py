@@ -203,36 +203,61 @@ def _fix(problem: dict[str, Any], known: np.ndarray) -> bool:
 
 
 def _ask(problem: dict, seconds: float) -> Any:
-    """The worker's answer; None if it crashed or had to be killed."""
+    """The worker's answer; None if it crashed or had to be killed.
+
+    Raises RuntimeError if there can be no worker.
+    """
     worker = _idle_worker()
-    if worker is None or worker.poll() is not None:
-        path = str(pathlib.Path(__file__).with_name("worker.py"))
-        worker = subprocess.Popen(
+    is_new = worker is None or worker.poll() is not None
+    if worker is None or is_new:
+        worker = _start()
+    assert worker.stdin and worker.stdout
+    timer = _timer(seconds + GRACE_SECONDS, worker.kill)
+    timer.start()
+    answer = None
+    try:
+        if is_new:
+            pickle.dump(sys.path, worker.stdin)
+        pickle.dump(problem, worker.stdin)
+        worker.stdin.flush()
+        answer = pickle.load(worker.stdout)
+    except (EOFError, OSError, pickle.UnpicklingError):
+        pass
+    finally:
+        timer.cancel()
+        if answer is None:
+            worker.kill()
+            worker.communicate()
+    if answer is None and is_new and worker.returncode > 0:
+        raise _cannot_start(f"It ended with {worker.returncode}")
+    if isinstance(answer, ImportError):
+        raise _cannot_start(str(answer)) from answer
+    if answer is not None:
+        _idle[worker] = end = _timer(IDLE_SECONDS, _end_if_idle, worker)
+        end.start()
+    return answer
+
+
+def _start() -> subprocess.Popen:
+    path = str(pathlib.Path(__file__).with_name("worker.py"))
+    try:
+        return subprocess.Popen(
             [sys.executable, "-P", path],  # -P: files beside it hide no module
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             process_group=0,  # Ctrl-C is this process's to handle
         )
-    assert worker.stdin and worker.stdout
-    timer = _timer(seconds + GRACE_SECONDS, worker.kill)
-    timer.start()
-    answered = False
-    try:
-        pickle.dump(problem, worker.stdin)
-        worker.stdin.flush()
-        answer = pickle.load(worker.stdout)
-        answered = True
-    except (EOFError, OSError, pickle.UnpicklingError):
-        return None
-    finally:
-        timer.cancel()
-        if not answered:
-            worker.kill()
-            worker.communicate()
-    _idle[worker] = end = _timer(IDLE_SECONDS, _end_if_idle, worker)
-    end.start()
-    return answer
+    except (OSError, TypeError) as error:
+        raise _cannot_start(str(error)) from error
+
+
+def _cannot_start(reason: str) -> RuntimeError:
+    return RuntimeError(
+        f"python-mip cannot run in a process of {sys.executable!r}: {reason}. Set "
+        "sys.executable to a Python that can import mip, or use "
+        "planner=poet_jax.greedy, which needs no solver."
+    )
 
 
 def _idle_worker() -> subprocess.Popen | None:

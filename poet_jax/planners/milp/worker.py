@@ -1,6 +1,7 @@
 """The process in which python-mip solves: reads programs, writes answers, until EOF.
 
-`solver.py` starts it as a script, so it imports nothing of the package.
+`solver.py` starts it as a script, so it imports nothing of the package, and python-mip
+only once it was told where modules are.
 """
 
 import gc
@@ -10,8 +11,6 @@ import sys
 import tempfile
 from typing import Any
 
-import mip
-
 # A linear program is solved to its last digit but one, whatever gap is asked for.
 ROUNDING = 1e-6
 
@@ -20,6 +19,8 @@ def solve(problem: dict) -> tuple:
     """(values or None, objective, bound, whether it is infeasible) of the recorded
     minimisation."""
     model, variables = build(problem)
+    import mip
+
     status = model.optimize(max_seconds=problem["seconds"])
     bound = bound_of(problem, model)
     if not model.num_solutions:
@@ -30,6 +31,8 @@ def solve(problem: dict) -> tuple:
 
 def bound_of(problem: dict, model: Any) -> float:
     """A lower bound after `model.optimize`."""
+    import mip
+
     bound: Any = model.objective_bound
     if model.num_int == 0:
         # A linear program that ends early has no bound, and HiGHS never says one.
@@ -46,6 +49,8 @@ def bound_of(problem: dict, model: Any) -> float:
 
 def build(problem: dict) -> tuple[Any, list]:
     """The program and its variables."""
+    import mip
+
     model = mip.Model(sense=mip.MINIMIZE, solver_name=problem["solver"])
     model.verbose = 0
     model.max_mip_gap = problem["gap"]
@@ -76,6 +81,10 @@ def main() -> None:
     os.chdir(tempfile.gettempdir())  # CBC writes programs that it fails at to files
     # A model collected while another one solves would deadlock in python-mip.
     gc.set_threshold(0)
+    try:
+        sys.path[:] = pickle.load(sys.stdin.buffer)
+    except EOFError:
+        return
     while True:
         try:
             problem = pickle.load(sys.stdin.buffer)
