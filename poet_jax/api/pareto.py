@@ -1,9 +1,12 @@
 """The Pareto front of memory against energy or time."""
 
+import contextlib
 import dataclasses
+import html
 import math
 import os
 from collections.abc import Iterable
+from typing import Any
 
 from poet_jax.core.costs import Costs
 from poet_jax.core.errors import BudgetTooSmall
@@ -17,6 +20,7 @@ from poet_jax.core.plan import (
     Status,
     parse_budget,
 )
+from poet_jax.core.representation import brief, html_table
 from poet_jax.core.simulate import Usage
 from poet_jax.core.units import format_bytes, format_joules, format_seconds
 from poet_jax.planners.milp.search import MilpPlanner
@@ -26,9 +30,10 @@ from poet_jax.planners.planner import (
     keep_everything,
     least_objective,
 )
-from poet_jax.viz.figures import drawn
+from poet_jax.viz.figures import as_svg, drawn
 
 POINTS = 8  # budgets that are planned where none are given
+HEIGHT = 3.4  # inches of a front's figure
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,6 +43,8 @@ class Point:
     budget: Budget
     plan: Plan
     usage: Usage
+
+    __repr__ = brief
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -56,7 +63,30 @@ class Front:
     least_bytes: int
     baseline: Usage
 
+    __repr__ = brief
+
     def __str__(self) -> str:
+        rows = self._rows()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  " + "  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True))
+            for row in rows
+        ]
+        return "\n".join(
+            (f"keep-all: {self.baseline}", *lines, f"  {self._smallest()}")
+        )
+
+    def _repr_html_(self) -> str:
+        """Table and figure, for a notebook; without matplotlib there is no figure."""
+        head, *rows = self._rows()
+        ends = f"keep-all: {self.baseline}", self._smallest()
+        parts = [html_table(head, rows), *(f"<p>{html.escape(x)}</p>" for x in ends)]
+        with contextlib.suppress(ImportError):
+            parts.append(as_svg(HEIGHT, self._draw))
+        return "".join(parts)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        """Head and points of a table."""
         rows = [("budget", "peak", "time", "energy", "over keep-all", "gap", "status")]
         for point in self.points:
             plan, usage = point.plan, point.usage
@@ -74,19 +104,14 @@ class Front:
                     plan.status.name,
                 )
             )
-        smallest = f"{format_bytes(self.smallest_bytes)}, proven"
+        return rows
+
+    def _smallest(self) -> str:
+        smallest = format_bytes(self.smallest_bytes)
         if self.least_bytes < self.smallest_bytes:
-            smallest = (
-                f"between {format_bytes(self.least_bytes)} (proven) and "
-                f"{format_bytes(self.smallest_bytes)} (found)"
-            )
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  " + "  ".join(x.rjust(w) for x, w in zip(row, widths, strict=True))
-            for row in rows
-        ]
-        head, tail = f"keep-all: {self.baseline}", f"  smallest budget: {smallest}"
-        return "\n".join((head, *lines, tail))
+            least = format_bytes(self.least_bytes)
+            return f"smallest budget: between {least} (proven) and {smallest} (found)"
+        return f"smallest budget: {smallest}, proven"
 
     def plot(self, path: str | os.PathLike) -> None:
         """Plot extra energy and time over keep-all against memory, to `path`.
@@ -94,6 +119,10 @@ class Front:
         The suffix sets the format (.png, .svg, .pdf). Raises ImportError without
         matplotlib: `pip install "poet_jax[plot]"`.
         """
+        with drawn(path, HEIGHT) as figure:
+            self._draw(figure)
+
+    def _draw(self, figure: Any) -> None:
         base = self.baseline
         memory = [100 * p.usage.peak_bytes / base.peak_bytes for p in self.points]
         energy = [p.usage.joules / base.joules for p in self.points]
@@ -111,16 +140,15 @@ class Front:
                 ":",
             ),
         }
-        with drawn(path, 3.4) as figure:
-            axes = figure.subplots()
-            for label, (ratios, style) in lines.items():
-                axes.plot(memory, [100 * (x - 1) for x in ratios], style, label=label)
-            axes.axvline(
-                100 * self.least_bytes / base.peak_bytes, color="black", linewidth=0.8
-            )
-            axes.set_xlabel("memory (% of keep-all)")
-            axes.set_ylabel("extra over keep-all (%)")
-            axes.legend()
+        axes = figure.subplots()
+        for label, (ratios, style) in lines.items():
+            axes.plot(memory, [100 * (x - 1) for x in ratios], style, label=label)
+        axes.axvline(
+            100 * self.least_bytes / base.peak_bytes, color="black", linewidth=0.8
+        )
+        axes.set_xlabel("memory (% of keep-all)")
+        axes.set_ylabel("extra over keep-all (%)")
+        axes.legend()
 
 
 def pareto(

@@ -27,13 +27,14 @@ from poet_jax.core.plan import (
     save_json,
 )
 from poet_jax.core.program import Program, lower, program_from_list, program_to_list
+from poet_jax.core.representation import brief
 from poet_jax.core.simulate import Usage, simulate
 from poet_jax.emit import compile_within, keep_all_bytes
 from poet_jax.emit.executor import PagedStep, Run, Step
 from poet_jax.planners.planner import Judged, fits, keep_everything, objective_of
 from poet_jax.viz import figures, table
 from poet_jax.viz.dot import write_dot
-from poet_jax.viz.html import write_report
+from poet_jax.viz.html import summary, write_report
 from poet_jax.viz.matrices import Matrices, matrices
 from poet_jax.viz.perfetto import write_trace
 from poet_jax.viz.reasons import Reason, reasons
@@ -61,6 +62,8 @@ class Schedule:
     baseline: Usage
     step: Step | PagedStep | None = None
     compilations: int = 0
+
+    __repr__ = brief
 
     @classmethod
     def of(
@@ -101,6 +104,19 @@ class Schedule:
 
     def __str__(self) -> str:
         return table.table(
+            self.budget,
+            self.plan,
+            self.program,
+            self.usage,
+            self.baseline,
+            self.compiled_bytes,
+            self.compilations,
+        )
+
+    def _repr_html_(self) -> str:
+        """Summary, figure and the largest values, for a notebook."""
+        return summary(
+            self.costs,
             self.budget,
             self.plan,
             self.program,
@@ -223,6 +239,8 @@ class Compiled:
 
     schedule: Schedule
     xla: jax.stages.Compiled
+
+    __repr__ = brief
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

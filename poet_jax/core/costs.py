@@ -9,6 +9,7 @@ import numpy as np
 from poet_jax.core.device import DeviceProfile
 from poet_jax.core.equation import Equation, unrolled
 from poet_jax.core.graph import Node
+from poet_jax.core.representation import brief
 from poet_jax.core.units import format_joules, format_seconds
 
 _OF_NODES = ("seconds", "joules", "workspace_bytes")
@@ -40,6 +41,8 @@ class Costs:
     page_out_joules: np.ndarray
     static_watts: float = 0.0
     contention: float = 0.0
+
+    __repr__ = brief
 
     def __post_init__(self):
         if self.contention >= 1:

@@ -14,6 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from poet_jax.core.representation import brief
+
 _CHECKED_ELSEWHERE = ("name", "node_costs", "node_costs_partial", "rates", "source")
 _MAY_BE_ZERO = ("_watts", "_seconds", "store_bytes", "contention")  # endings
 _MAY_BE_INFINITE = ("bytes_per_second", "_bytes", "flops_per_joule")  # endings
@@ -78,6 +80,8 @@ class DeviceProfile:
     node_costs: str | None = None
     node_costs_partial: bool = False
     source: str | Mapping[str, str] = dataclasses.field(default="assumed", hash=False)
+
+    __repr__ = brief
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

@@ -7,6 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from poet_jax.core.representation import brief
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Literal:
@@ -55,6 +57,8 @@ class Equation:
     lowering: Callable[..., Any] | None = None
     has_effect: bool = False
     unknown: frozenset[str] = frozenset()
+
+    __repr__ = brief
 
     @property
     def repeatable(self) -> bool:

@@ -1,7 +1,10 @@
 """Errors that a user can act on: what is wrong, what is possible, what to use."""
 
 import dataclasses
+import html
 from typing import Any
+
+from poet_jax.core.representation import TOP, html_table
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -30,6 +33,11 @@ class BudgetTooSmall(ValueError):
 
     def __post_init__(self):
         super().__init__(self.message)
+
+    def _repr_html_(self) -> str:
+        rows = [(name, "") for name in self.values[:TOP]]
+        table = html_table((f"alive at {self.node}, largest first", ""), rows)
+        return f"<p>{html.escape(self.message)}</p>{table}"
 
 
 class PlanInvalid(ValueError):

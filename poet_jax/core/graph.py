@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from poet_jax.core.equation import Equation, Inner, Literal, Name, need_data
 from poet_jax.core.references import held_by
+from poet_jax.core.representation import brief
 from poet_jax.core.units import format_bytes
 
 
@@ -75,6 +76,8 @@ class Node:
     equations: tuple[Equation, ...] = ()
     backward: bool = False
     repeatable: bool = True
+
+    __repr__ = brief
 
     @classmethod
     def of(
@@ -174,6 +177,8 @@ class Graph:
     waiting: frozenset[int] | None = None
     references: tuple[int, ...] = ()
     rewritten: bool = False
+
+    __repr__ = brief
 
     def __post_init__(self):
         """Raise ValueError unless every value is written once, and before it is

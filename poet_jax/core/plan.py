@@ -4,6 +4,7 @@ import abc
 import dataclasses
 import enum
 import glob
+import html
 import json
 import math
 import numbers
@@ -15,7 +16,14 @@ from typing import Any, Protocol
 from poet_jax.core.costs import Costs
 from poet_jax.core.errors import PlanInvalid
 from poet_jax.core.graph import Graph
-from poet_jax.core.units import format_bytes, format_count, parse_bytes, parse_percent
+from poet_jax.core.representation import brief, html_table
+from poet_jax.core.units import (
+    format_bytes,
+    format_count,
+    format_seconds,
+    parse_bytes,
+    parse_percent,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +174,8 @@ class Plan:
     statistics: dict[str, int] = dataclasses.field(default_factory=dict)
     resident: frozenset[int] = frozenset()
 
+    __repr__ = brief
+
     @property
     def order(self) -> tuple[int, ...]:
         """The nodes in the order in which they run first: the graph's, mostly."""
@@ -177,18 +187,29 @@ class Plan:
         return (self.objective - self.bound) / self.objective if self.objective else 0.0
 
     def __str__(self) -> str:
-        counts = {
-            kind: sum(type(action) is kind for action in self.actions)
-            for kind in (Compute, PageOut, PageIn)
-        }
         return (
-            f"plan by {self.planner} in {self.solve_seconds:.1f} s: "
-            f"{format_count(counts[Compute], 'compute')}, "
-            f"{format_count(counts[PageOut], 'page-out')}, "
-            f"{format_count(counts[PageIn], 'page-in')}\n"
+            f"plan by {self.planner} in {self.solve_seconds:.1f} s: {self._counts()}\n"
             f"  objective {self.objective:.6g}, bound {self.bound:.6g}, "
             f"gap {self.gap:.2%}. {self.status.value}"
         )
+
+    def _counts(self) -> str:
+        kinds = ((Compute, "compute"), (PageOut, "page-out"), (PageIn, "page-in"))
+        return ", ".join(
+            format_count(sum(type(action) is kind for action in self.actions), word)
+            for kind, word in kinds
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [
+            ("actions", self._counts()),
+            ("objective", f"{self.objective:.6g}"),
+            ("bound", f"{self.bound:.6g}"),
+            ("gap", f"{self.gap:.2%}"),
+            ("planned in", format_seconds(self.solve_seconds)),
+        ]
+        table = html_table(("plan", self.planner), rows)
+        return f"{table}<p>{html.escape(self.status.value)}</p>"
 
 
 class Planner(Protocol):

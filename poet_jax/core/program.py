@@ -10,6 +10,7 @@ from poet_jax.core.errors import PlanInvalid
 from poet_jax.core.graph import Graph
 from poet_jax.core.in_place import Pairs, replaced
 from poet_jax.core.plan import Action, Compute, Free, PageIn, PageOut, Plan
+from poet_jax.core.representation import brief
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class Program:
 
     graph: Graph
     instructions: tuple[Instruction, ...]
+
+    __repr__ = brief
 
     @functools.cached_property
     def last_page_in(self) -> dict[int, int]:

@@ -9,6 +9,7 @@ import numpy as np
 from poet_jax.core.costs import Costs
 from poet_jax.core.plan import Free, PageIn, PageOut
 from poet_jax.core.program import Instruction, Program, Run, walk
+from poet_jax.core.representation import brief
 from poet_jax.core.units import format_bytes, format_joules, format_seconds
 
 
@@ -40,6 +41,8 @@ class Usage:
     bytes_paged_in: int
     bytes_paged_out: int
     compute_seconds: float
+
+    __repr__ = brief
 
     @property
     def peak_instruction(self) -> int:

@@ -3,7 +3,7 @@
 import contextlib
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -248,10 +248,15 @@ def _runs(present: np.ndarray) -> zip:
 
 
 def inline_svg(*schedule: Any) -> str:
-    """`draw_step`'s figure as an SVG element for HTML, which needs no name spaces."""
+    """`draw_step`'s figure as an SVG element for HTML."""
+    return as_svg(STEP_HEIGHT, lambda figure: draw_step(figure, *schedule))
+
+
+def as_svg(height: float, draw: Callable[[Any], None]) -> str:
+    """A figure as an SVG element for HTML, which needs no name spaces."""
     file = io.StringIO()
-    with drawn(file, STEP_HEIGHT, format="svg", metadata={"Date": None}) as figure:
-        draw_step(figure, *schedule)
+    with drawn(file, height, format="svg", metadata={"Date": None}) as figure:
+        draw(figure)
     text = file.getvalue()
     text = text[text.index("<svg") :]
     needless = r'<metadata>.*?</metadata>| xmlns(:\w+)?="[^"]*"'

@@ -1,5 +1,6 @@
 """One HTML page about a schedule, which needs no other file and no network."""
 
+import contextlib
 import html
 import os
 from collections.abc import Iterable
@@ -9,6 +10,7 @@ from poet_jax.core.costs import Costs
 from poet_jax.core.graph import Value
 from poet_jax.core.plan import Budget, Plan
 from poet_jax.core.program import Program
+from poet_jax.core.representation import TOP, html_table
 from poet_jax.core.simulate import Usage
 from poet_jax.core.units import format_bytes, format_joules, format_seconds
 from poet_jax.viz.figures import LABELS, inline_svg
@@ -88,6 +90,37 @@ document.querySelectorAll("#values th").forEach((head, column) => {
   });
 });
 """
+
+
+def summary(
+    costs: Costs,
+    budget: Budget,
+    plan: Plan,
+    program: Program,
+    usage: Usage,
+    baseline: Usage,
+    compiled_bytes: int | None,
+    compilations: int,
+) -> str:
+    """A part of a page: what is used, the step's figure, and the largest values.
+
+    Without matplotlib there is no figure.
+    """
+    head = ("", "keep-all", "this plan", "change")
+    lines = remarks(budget, plan, program, baseline, compiled_bytes, compilations)
+    parts = [
+        f"<p><b>{html.escape(title(program.graph, budget))}</b></p>",
+        html_table(head, comparison(usage, baseline)),
+        *(f"<p>{html.escape(line)}</p>" for line in lines),
+    ]
+    with contextlib.suppress(ImportError):
+        parts.append(inline_svg(costs, budget, program, usage, baseline))
+    about = sorted(reasons(program.graph, costs, plan), key=lambda x: -x.nbytes)
+    rows = [
+        (x.name, x.decision, format_bytes(x.nbytes), format_seconds(x.resident_seconds))
+        for x in about[:TOP]
+    ]
+    return "".join((*parts, html_table(("value", "decision", "size", "in RAM"), rows)))
 
 
 def report(
