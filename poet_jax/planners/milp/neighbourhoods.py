@@ -17,9 +17,10 @@ from poet_jax.planners.milp.solver import TOGETHER, Solution, together
 from poet_jax.planners.milp.state import State
 from poet_jax.planners.planner import Judged
 
-# So many binaries, at most this share of all, are chosen anew at first; then as many as
-# take a solver the first number of seconds. It is stopped after the second.
-SIZE, SHARE = 6000, 0.75
+# So many binaries, at most this share of all, are chosen anew at first, near so many
+# places at most; then as many as take a solver the first number of seconds. It is
+# stopped after the second.
+SIZE, SHARE, PLACES = 6000, 0.75, 4
 SECONDS, MOST_SECONDS = 3.5, 4.0
 
 # If nothing better was found so often in turn, in all that are chosen at once, that was
@@ -36,7 +37,7 @@ class Neighbourhoods:
     Plans may exceed the budget where no cut is; the nodes where they do become cuts.
     """
 
-    share = 1 / 2
+    share = 4 / 5
 
     def __init__(self, state: State):
         self.state = state
@@ -78,28 +79,30 @@ class Neighbourhoods:
         """`TOGETHER` choices of what stays as it is, values by number of variable."""
         assert self.state.best is not None
         values = {y.idx: x for y, x in values_of(program, self.state.best)}
-        nodes = self.nodes(program)
-        columns, where = np.array([*nodes]), np.array([*nodes.values()], float)
+        places = self.places(program)
+        columns, where = np.array([*places]), np.array([*places.values()], float)
         choices = []
         for _ in range(TOGETHER):
             free = set(columns[self.near(where)].tolist())
             choices.append({n: x for n, x in values.items() if n not in free})
         return choices
 
-    def nodes(self, program: Cuts) -> dict[int, int]:
-        """The node of each binary: of a value the one that writes it, or the first that
-        reads it."""
+    def places(self, program: Cuts) -> dict[int, tuple[int, int]]:
+        """(node, segment) of each binary: of a value the node that writes it, or the
+        first that reads it."""
         graph = self.state.graph
-        nodes = {y.idx: node for (node, _), y in program.r.items()}
+        places = {y.idx: key for key, y in program.r.items()}
         for variables in (program.x, program.page_in):
-            for (v, _), y in variables.items():
+            for (v, segment), y in variables.items():
                 first = min(graph.readers[v], default=0)
-                nodes[y.idx] = graph.producer.get(v, first)
-        return nodes
+                places[y.idx] = graph.producer.get(v, first), segment
+        return places
 
     def near(self, where: np.ndarray) -> np.ndarray:
-        """Rows of `where`, [binaries], that are near one of its nodes: `size`, but not
-        all of them."""
-        far = np.abs(where - self.random.choice(where))
-        order = np.argsort(far + self.random.random(len(far)) / 2)
+        """Rows of `where`, [binaries, 2], that are near a few of its nodes, or of its
+        segments: `size`, but not all of them."""
+        random, where = self.random, where[:, self.random.integers(2)]
+        centres = random.choice(where, random.integers(1, PLACES + 1))
+        far = np.abs(where[:, None] - centres).min(axis=1)
+        order = np.argsort(far + random.random(len(far)) / 2)
         return order[: int(min(self.size, SHARE * len(far)))]

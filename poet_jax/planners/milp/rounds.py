@@ -18,6 +18,9 @@ from poet_jax.planners.planner import ROUNDING, Judged, prefetch
 LARGE, GROWN = 6000, 8000
 HORIZON = 40
 
+# Once a round ran out of time, so many of the cuts that bound most are among its own.
+FIRST = 2
+
 # So often what nodes that run again exceed is left free at the cuts where they do,
 # before as much is left free at all.
 RESERVING_ROUNDS = 8
@@ -75,6 +78,8 @@ class Rounds:
             state.solved |= judged is not None
             yield self.proven(bound), judged and state.repaired(judged)
             goes_on = self.adapt(judged, bound, stopped)
+            if stopped and self.bounds is not None:
+                state.cuts.update(self.bounds.chosen[:FIRST])
 
     def program(self) -> Cuts:
         """Of all cuts, with a horizon if it is large otherwise."""

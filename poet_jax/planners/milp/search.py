@@ -36,6 +36,9 @@ logger = logging.getLogger("poet_jax")
 # Up to this many nodes `Exact` is solved; beyond, `Rounds`.
 EXACT_NODES = 32
 
+# Beyond so many nodes evicting takes longer than `Rounds`.
+MANY_NODES = 300
+
 
 @dataclasses.dataclass(frozen=True)
 class MilpPlanner(BasePlanner):
@@ -145,11 +148,13 @@ def _matching(graph: Graph, pin: str, patterns: Iterable[str]) -> set[int]:
 
 
 class _Evictions:
-    """A source: what evicting comes to, until there is a plan."""
+    """A source: what evicting with both means comes to, and with each alone; once there
+    is a plan, no more of them in a graph of many nodes."""
 
     share = 1 / 4
 
     def __init__(self, state: State, budget: Budget):
+        self.few = len(state.graph.nodes) <= MANY_NODES
         self._answers = self._evict(state, budget)
 
     def __iter__(self) -> Iterator[tuple[float, Judged | None]]:
@@ -159,11 +164,14 @@ class _Evictions:
         self, state: State, budget: Budget
     ) -> Iterator[tuple[float, Judged | None]]:
         planner = state.planner
+        remat, paging = planner.remat, planner.paging
         parts = state.graph, state.costs, budget, planner.objective
-        for judged in improving(*parts, planner.remat, planner.paging):
-            if state.best is not None:
-                return
-            yield 0.0, judged
+        means = {(remat, paging), (remat, False), (False, paging)}
+        for with_remat, with_paging in sorted(means, reverse=True):
+            for judged in improving(*parts, with_remat, with_paging):
+                if state.best is not None and not self.few:
+                    return
+                yield 0.0, judged
 
 
 def ask(state: State, sources: Sequence[Source]) -> None:
@@ -239,7 +247,10 @@ class _Search:
             return [Rounds(state), self.evictions]
         bounds = Bounds(state)
         rounds = Rounds(state, bounds)
-        return [rounds, self.evictions, Neighbourhoods(state), bounds]
+        plans = [self.evictions, rounds]
+        if not self.evictions.few:
+            plans.reverse()
+        return [*plans, Neighbourhoods(state), bounds]
 
     def evict(self) -> None:
         """A heuristic's plan, if there is none yet, in as much time again at most."""
