@@ -325,6 +325,7 @@ class _Compilation:
             keep_all_bytes(self.graph, self.costs, self.target.scratch),
             self.facts.get("whole_bytes", 0),
         )
+        self.most_bytes = most_bytes
         return parse_budget(self.budget, most_bytes)
 
     def _compile_whole(self, compile_whole: Callable[[], Step]) -> Step:
@@ -337,14 +338,47 @@ class _Compilation:
         """The step as a whole if the budget covers that, else in stages; the other way
         around if passes made stages faster."""
         first, second = self.as_a_whole, self.in_stages
-        if not self.target.is_rewritten:
-            return first() or second()
+        if not self.target.is_rewritten and (schedule := first()) is not None:
+            return schedule
         try:
             return second()
-        except BudgetTooSmall:
-            if (schedule := first()) is not None:
+        except BudgetTooSmall as error:
+            if self.target.is_rewritten and (schedule := first()) is not None:
                 return schedule
-            raise
+            raise self.told(error) from error.__cause__
+
+    def told(self, error: BudgetTooSmall) -> BudgetTooSmall:
+        """`error` with the smallest percentage, and with the need of `jax.jit`'s own
+        program if that is less."""
+        least = error.smallest_bytes
+        if least <= self.limits.memory_bytes:
+            return error  # something else than memory does not fit
+        target, everything = self.target, self.everything.usage.peak_bytes
+        whole_bytes = self.facts.get("whole_bytes", 0)
+        if target.whole and not target.in_stages and everything < HOPE * least:
+            whole_bytes = self._compile_whole(target.whole).nbytes
+        least, whose = error.smallest_bytes, ""
+        if 0 < whole_bytes < least:
+            least, whose = whole_bytes, " for jax.jit's own program"
+        wanted = f"a budget of at least {least}{whose}"
+        if is_percentage(self.budget):
+            share = math.ceil(100 * least / self.most_bytes)
+            wanted = f'a budget of at least "{share}%" ({least} bytes{whose})'
+        remedies = (wanted, *error.remedies[1:])
+        if least == error.smallest_bytes and remedies == error.remedies:
+            return error
+        bound = min(error.least_bytes, least)
+        exact = error.exact and least == error.smallest_bytes
+        told = dataclasses.replace(
+            error,
+            remedies=remedies,
+            smallest_bytes=least,
+            least_bytes=bound,
+            exact=exact,
+        )
+        for note in getattr(error, "__notes__", ()):
+            told.add_note(note)
+        return told
 
     def as_a_whole(self) -> Schedule | None:
         """The function as `jax.jit` compiles it, if the budget covers that."""

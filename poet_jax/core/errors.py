@@ -12,6 +12,8 @@ class BudgetTooSmall(ValueError):
     """No plan of this planner fits the budget.
 
     Attributes:
+      problem: what does not fit, in sentences.
+      remedies: what to use instead; the first is a budget that works.
       smallest_bytes: a memory budget that works, the smallest found.
       exact: whether it is proven that no smaller budget works, for plans of this
         planner (for `MilpPlanner` staged ones, see `plan.Stages`).
@@ -22,7 +24,8 @@ class BudgetTooSmall(ValueError):
         simulator, or by the compiler's count if it was compiled.
     """
 
-    message: str
+    problem: str
+    remedies: tuple[str, ...]
     _: dataclasses.KW_ONLY
     smallest_bytes: int
     exact: bool
@@ -32,12 +35,14 @@ class BudgetTooSmall(ValueError):
     plan: Any
 
     def __post_init__(self):
-        super().__init__(self.message)
+        *most, last = self.remedies
+        listed = f"{', '.join(most)}, or {last}" if most else last
+        super().__init__(f"{self.problem} Use {listed}.")
 
     def _repr_html_(self) -> str:
         rows = [(name, "") for name in self.values[:TOP]]
         table = html_table((f"alive at {self.node}, largest first", ""), rows)
-        return f"<p>{html.escape(self.message)}</p>{table}"
+        return f"<p>{html.escape(str(self))}</p>{table}"
 
 
 class PlanInvalid(ValueError):

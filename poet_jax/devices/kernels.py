@@ -303,7 +303,9 @@ class _Partition:
         scratch = scratch_bytes(equation)
         if is_control_flow(equation):
             parts = [(_of_body(body), runs) for body, runs in equation.inner]
-            own = max(x.workspace_bytes() + x.results_bytes for x, _ in parts)
+            own = max(
+                x.workspace_bytes() + x.unplaced_bytes(equation) for x, _ in parts
+            )
             own += sum(x.sliced_bytes(equation) for x, _ in parts)
             body = tuple(
                 dataclasses.replace(kernel, runs=kernel.runs * runs)
@@ -324,6 +326,27 @@ class _Partition:
     def results_bytes(self) -> int:
         made = (self.shapes[v] for v in self.outputs if v in self.maker)
         return sum(map(nbytes_of, made))
+
+    def unplaced_bytes(self, flow: Equation) -> int:
+        """Bytes of results of a body that it cannot write to where they are to be: a
+        branch writes to the results, and a loop element by element over what it
+        carries."""
+        if flow.primitive.name == "cond":
+            return 0
+        unplaced = self.results_bytes
+        carried = list(carried_names(flow))
+        steps = self.kernels()
+        last = {v: n for n, kernel in enumerate(steps) for v in kernel.reads}
+        for number, kernel in enumerate(steps):
+            for value in self.outputs.intersection(kernel.writes * kernel.in_place):
+                nbytes = nbytes_of(self.shapes[value])
+                for old in carried:
+                    fits = old in self.shapes and nbytes_of(self.shapes[old]) == nbytes
+                    if fits and last.get(old, -1) <= number:
+                        carried.remove(old)
+                        unplaced -= nbytes
+                        break
+        return unplaced
 
     def sliced_bytes(self, loop: Equation) -> int:
         """Bytes of slices that a `scan` copies from its operands for a convolution."""
@@ -369,6 +392,16 @@ class _Partition:
 def workspace_bytes(node: Node) -> int:
     """Workspace of a node: what it allocates besides operands and results."""
     return _Partition(node.equations, node.writes).workspace_bytes()
+
+
+def carried_names(loop: Equation) -> range:
+    """The names that a loop's body has for what it carries."""
+    params = loop.params
+    if loop.primitive.name == "scan":
+        first = params["num_consts"]
+        return range(first, first + params["num_carry"])
+    first = params.get("body_nconsts", 0)
+    return range(first, first + len(loop.results))
 
 
 def _of_body(equations: Sequence[Equation]) -> "_Partition":

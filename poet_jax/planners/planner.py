@@ -31,6 +31,7 @@ from poet_jax.core.program import (
 )
 from poet_jax.core.simulate import Usage, alive_at_peak, simulate
 from poet_jax.core.units import format_bytes, rounded_up
+from poet_jax.planners.advice import remedies
 
 # A deadline is met up to what sums of seconds in another order differ by.
 ROUNDING = 1 + 1e-9
@@ -261,15 +262,12 @@ def budget_too_small(
         wanted = f"Budget(seconds=...) of at least {rounded_up(seconds)}"
     elif limits:
         wanted = f"a larger budget than these {least} bytes, seconds= or store_bytes="
-    advice = [wanted, "a smaller batch"]
-    if graph.arguments and not graph.donated:
-        advice.append("donate_argnums for the state that the step replaces")
+    advice = [wanted, "a smaller batch", *remedies(graph, least)]
     if planner != "MilpPlanner":
         advice.append("poet_jax.MilpPlanner(), which may find a leaner plan")
-    *most, last = advice
     return BudgetTooSmall(
-        f"A budget of {budget} is too small. {problem}. Use {', '.join(most)}, or "
-        f"{last}.",
+        f"A budget of {budget} is too small. {problem}.",
+        tuple(advice),
         smallest_bytes=least,
         exact=exact,
         least_bytes=least if exact else int(least_bytes or 0),

@@ -1,6 +1,7 @@
 """What a schedule shows of itself: energies, matrices, reasons, traces and pages."""
 
 import dataclasses
+import functools
 import html.parser
 import itertools
 import json
@@ -445,3 +446,59 @@ def test_figures_of_any_schedule_are_drawn(tmp_path, problem):
         ):
             draw(tmp_path / name)
             assert "</svg>" in (tmp_path / name).read_text()
+
+
+# In a notebook.
+
+
+@functools.cache
+def public_objects():
+    """One of each kind that a user meets, of a step of hundreds of values."""
+
+    def step(ws, x):
+        def loss(ws):
+            h = x
+            for w in ws:
+                h = jnp.tanh(h @ w)
+            return jnp.sum(h**2)
+
+        value, gradients = jax.value_and_grad(loss)(ws)
+        return [w - g for w, g in zip(ws, gradients, strict=True)], value
+
+    ws, x = [jnp.ones((32, 32)) for _ in range(40)], jnp.ones((64, 32))
+    options = dict(device=poet_jax.devices.JETSON_TX2, planner=poet_jax.greedy)
+    scheduled = poet_jax.schedule(step, "80%", **options)
+    plan = scheduled.plan(ws, x)
+    scheduled(ws, x)
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        poet_jax.schedule(step, 1, **options).plan(ws, x)
+    front = scheduled.pareto(ws, x, budgets=["80%", "100%"])
+    store = poet_jax.HostStore()
+    return [
+        *(plan, plan.plan, front, caught.value),  # with HTML
+        *(scheduled, plan.graph, plan.costs, plan.program, plan.usage, plan.budget),
+        *(scheduled.last_run, scheduled.executor, plan.compile(), plan.graph.nodes[0]),
+        *(front.points[0], plan.matrices(), plan.reasons()[0], poet_jax.host()),
+        *(options["device"], poet_jax.MilpPlanner(), poet_jax.PaperPlanner(), store),
+        *(poet_jax.to_storage(jnp.ones((600, 600)), store), scheduled.effects(ws, x)),
+    ]
+
+
+def test_every_object_is_a_line_or_two():
+    for x in public_objects():
+        assert len(repr(x)) <= 2000, type(x)
+        assert type(x).__name__ in repr(x)
+
+
+def test_notebooks_show_tables_figures_and_the_largest_values():
+    schedule, plan, front, error = public_objects()[:4]
+    shown = [x._repr_html_() for x in (schedule, plan, front, error)]
+    for text in shown:
+        html.parser.HTMLParser().feed(text)
+        assert "<table>" in text and "<script" not in text
+    assert all("<svg" in text for text in (shown[0], shown[2]))
+    largest = sorted(schedule.reasons(), key=lambda x: -x.nbytes)[:10]
+    assert all(html.escape(x.name) in shown[0] for x in largest)
+    assert schedule.plan.status.value in shown[1]
+    assert all(html.escape(name) in shown[3] for name in error.values[:10])
+    assert str(error.smallest_bytes) in shown[3]

@@ -1,0 +1,84 @@
+"""What would lower the memory that a function needs, each with its bytes."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import jax.numpy as jnp
+
+from poet_jax.core.graph import Graph, Value
+from poet_jax.core.units import format_bytes
+
+LEAST_SHARE = 0.02  # of the need; less is not worth a word
+
+
+def remedies(graph: Graph, need_bytes: int) -> list[str]:
+    """What to use for less memory, what saves most first, with about how much that
+    is."""
+    loop, kept_bytes = _largest_loop(graph)
+    found = {
+        "donate_argnums for the state that the step replaces": _replaceable(graph),
+        "poet_jax.to_storage for the state": _movable(graph),
+        f"jax.checkpoint in the body of {loop}": kept_bytes,
+    }
+    worth = {name: n for name, n in found.items() if n > LEAST_SHARE * need_bytes}
+    return [
+        f"{name} ({format_bytes(worth[name])})"
+        for name in sorted(worth, key=lambda name: -worth[name])
+    ]
+
+
+def _nbytes(value: Value) -> int:
+    """Of an array, whoever has room for it."""
+    if value.dtype is None or not jnp.issubdtype(value.dtype, jnp.generic):
+        return value.nbytes
+    return jnp.dtype(value.dtype).itemsize * math.prod(value.shape)
+
+
+def _replaceable(graph: Graph) -> int:
+    """Bytes of results that could take the place of arguments that are not donated."""
+    kept: Counter[Any] = Counter(
+        graph.values[v].kind
+        for v in graph.arguments
+        if v not in graph.donated and v not in graph.stored
+    )
+    saved = 0
+    for v in graph.returned:
+        kind = graph.values[v].kind
+        if v in graph.producer and kept[kind] and graph.values[v].dtype is not None:
+            kept[kind] -= 1
+            saved += _nbytes(graph.values[v])
+    return saved
+
+
+def _movable(graph: Graph) -> int:
+    """Bytes of donated state in RAM, but for the largest array, which is read."""
+    state = [
+        _nbytes(graph.values[v])
+        for v in graph.arguments
+        if v in graph.donated and v not in graph.stored
+    ]
+    return sum(state) - max(state, default=0)
+
+
+def _largest_loop(graph: Graph) -> tuple[str, int]:
+    """The loop that keeps most for another one, and how many bytes."""
+    loops = {
+        n
+        for n, node in enumerate(graph.nodes)
+        if any(e.primitive.name in ("scan", "while") for e in node.equations)
+    }
+    returned = set(graph.returned)
+    kept = [
+        (
+            sum(
+                _nbytes(graph.values[v])
+                for v in graph.nodes[n].writes
+                if v not in returned and loops.intersection(graph.readers[v])
+            ),
+            graph.nodes[n].name,
+        )
+        for n in loops
+    ]
+    nbytes, name = max(kept, default=(0, ""))
+    return name, nbytes
