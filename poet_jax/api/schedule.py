@@ -337,13 +337,16 @@ class _Compilation:
     def schedule(self) -> Schedule:
         """The step as a whole if the budget covers that, else in stages; the other way
         around if passes made stages faster."""
-        first, second = self.as_a_whole, self.in_stages
-        if not self.target.is_rewritten and (schedule := first()) is not None:
+        if not self.target.is_rewritten and (schedule := self.as_a_whole()) is not None:
             return schedule
         try:
-            return second()
+            return self.in_stages()
         except BudgetTooSmall as error:
-            if self.target.is_rewritten and (schedule := first()) is not None:
+            # Stages may need more than the whole, where they need about as much as
+            # keep-all.
+            hoped_bytes = self.everything.usage.peak_bytes / HOPE
+            hoped_bytes = 0 if hoped_bytes < error.smallest_bytes else hoped_bytes
+            if (schedule := self.as_a_whole(hoped_bytes)) is not None:
                 return schedule
             raise self.told(error) from error.__cause__
 
@@ -353,10 +356,7 @@ class _Compilation:
         least = error.smallest_bytes
         if least <= self.limits.memory_bytes:
             return error  # something else than memory does not fit
-        target, everything = self.target, self.everything.usage.peak_bytes
         whole_bytes = self.facts.get("whole_bytes", 0)
-        if target.whole and not target.in_stages and everything < HOPE * least:
-            whole_bytes = self._compile_whole(target.whole).nbytes
         least, whose = error.smallest_bytes, ""
         if 0 < whole_bytes < least:
             least, whose = whole_bytes, " for jax.jit's own program"
@@ -380,10 +380,15 @@ class _Compilation:
             told.add_note(note)
         return told
 
-    def as_a_whole(self) -> Schedule | None:
-        """The function as `jax.jit` compiles it, if the budget covers that."""
-        least_bytes = self.everything.usage.peak_bytes / HOPE
-        least_bytes = self.facts.get("whole_bytes", least_bytes)
+    def as_a_whole(self, hoped_bytes: float | None = None) -> Schedule | None:
+        """The function as `jax.jit` compiles it, if the budget covers that.
+
+        It is not compiled for a budget below `hoped_bytes`, by default a part of
+        keep-all's peak.
+        """
+        if hoped_bytes is None:
+            hoped_bytes = self.everything.usage.peak_bytes / HOPE
+        least_bytes = self.facts.get("whole_bytes", hoped_bytes)
         target, limits = self.target, self.limits
         if (
             target.whole is None

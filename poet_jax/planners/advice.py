@@ -4,8 +4,6 @@ import math
 from collections import Counter
 from typing import Any
 
-import jax.numpy as jnp
-
 from poet_jax.core.graph import Graph, Value
 from poet_jax.core.units import format_bytes
 
@@ -30,9 +28,9 @@ def remedies(graph: Graph, need_bytes: int) -> list[str]:
 
 def _nbytes(value: Value) -> int:
     """Of an array, whoever has room for it."""
-    if value.dtype is None or not jnp.issubdtype(value.dtype, jnp.generic):
+    if value.dtype is None:
         return value.nbytes
-    return jnp.dtype(value.dtype).itemsize * math.prod(value.shape)
+    return value.dtype.itemsize * math.prod(value.shape)
 
 
 def _replaceable(graph: Graph) -> int:
