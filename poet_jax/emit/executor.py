@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.ref import Ref
 
 from poet_jax.core import progress
 from poet_jax.core.graph import Graph
@@ -107,7 +108,6 @@ class Step:
       recomputed: nodes that run again.
 
     Attributes:
-      compiled: XLA's compiled object.
       nbytes: RAM while it runs, by XLA's own count, arguments and results included.
       last_run: what the latest call measured.
     """
@@ -123,10 +123,12 @@ class Step:
         recomputed: int = 0,
     ):
         self._jitted = jitted
+        # JAX keeps what it compiled; nothing here does, so that jax.clear_caches()
+        # frees it.
+        self._shapes = jax.tree.map(_shape, (tuple(args), dict(kwargs)))
         lowered = jitted.lower(*args, **kwargs)
         with progress.line(lambda: "compiling"):
-            self.compiled = lowered.compile()
-        analysis = self.compiled.memory_analysis()
+            analysis = lowered.compile().memory_analysis()
         assert analysis is not None, "this backend does not say what a step needs"
         new_bytes = analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         held_bytes = sum(graph.values[v].nbytes for v in graph.initial)
@@ -135,6 +137,12 @@ class Step:
         )
         self._recomputed = recomputed
         self._seconds = 0.0
+
+    @property
+    def compiled(self) -> jax.stages.Compiled:
+        """XLA's compiled object, from JAX's cache if it is there."""
+        args, kwargs = self._shapes
+        return self._jitted.lower(*args, **kwargs).compile()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if copied:  # memory that this step does not know of
@@ -162,6 +170,21 @@ class Step:
         return Run(self._seconds, self.nbytes, recomputed=self._recomputed)
 
 
+def _shape(leaf: Any) -> Any:
+    """What an argument is compiled for, without its data."""
+    if isinstance(leaf, Ref):
+        return jax.typeof(leaf)
+    if isinstance(leaf, jax.Array):
+        sharding = leaf.sharding if getattr(leaf, "committed", False) else None
+        weak_type = bool(getattr(leaf, "weak_type", False))  # no key has one
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak_type
+        )
+    if isinstance(leaf, np.ndarray):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    return leaf
+
+
 class PagedStep:
     """A step that moves pages, or has state on storage.
 
@@ -176,7 +199,7 @@ class PagedStep:
       jit_options: of `jax.jit`, but for static and donated arguments and shardings.
 
     Attributes:
-      compiled, nbytes: as of `Step`.
+      nbytes: as of `Step`.
       last_run: what the latest call measured.
 
     Raises PageStoreError if pages cannot be moved here.
@@ -210,9 +233,14 @@ class PagedStep:
             **(jit_options or {}),
         )
         self._step = Step(jitted, shapes, {}, graph, scratch_bytes=scratch_bytes)
-        self.compiled, self.nbytes = self._step.compiled, self._step.nbytes
+        self.nbytes = self._step.nbytes
         self._offsets, self._room_bytes = _room(emitted)
         self.last_run = Run(0.0, self.nbytes)
+
+    @property
+    def compiled(self) -> jax.stages.Compiled:
+        """As of `Step`."""
+        return self._step.compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         start = time.perf_counter()

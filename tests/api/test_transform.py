@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import functools
+import gc
 import logging
 import sys
 
@@ -686,6 +687,29 @@ def test_what_jit_tells_of_a_function_it_tells_too():
     x = jnp.ones(3)
     assert step.eval_shape(x) == jax.jit(small).eval_shape(x)
     assert str(step.trace(x).jaxpr) == str(jax.jit(small).trace(x).jaxpr)
+
+
+def executables():
+    gc.collect()
+    return len(jax.devices()[0].client.live_executables())
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_jax_clears_what_was_compiled(budget):
+    """What a schedule that is kept holds, too, and once one is gone all of it."""
+    jax.clear_caches()
+    before = executables()
+    step = schedule(deep, budget)
+    for n in range(1, 4):
+        step(jnp.ones((64 * n, 64)), jnp.ones((64, 64)))
+    assert executables() > before
+    jax.clear_caches()
+    assert executables() <= before
+    step(jnp.ones((64, 64)), jnp.ones((64, 64)))
+    assert step.plan(jnp.ones((64, 64)), jnp.ones((64, 64))).compile().xla
+    del step
+    jax.clear_caches()
+    assert executables() <= before
 
 
 def test_a_cleared_cache_plans_again(caplog):
