@@ -356,7 +356,8 @@ class _Compilation:
         least = error.smallest_bytes
         if least <= self.limits.memory_bytes:
             return error  # something else than memory does not fit
-        whole_bytes = self.facts.get("whole_bytes", 0)
+        runs_whole = self.target.whole is not None and not self.target.in_stages
+        whole_bytes = self.facts.get("whole_bytes", 0) * runs_whole
         least, whose = error.smallest_bytes, ""
         if 0 < whole_bytes < least:
             least, whose = whole_bytes, " for jax.jit's own program"
