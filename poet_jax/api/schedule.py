@@ -342,22 +342,23 @@ class _Compilation:
         try:
             return self.in_stages()
         except BudgetTooSmall as error:
-            # Stages may need more than the whole, where they need about as much as
-            # keep-all.
+            # Stages that need about as much as keep-all may need more than the whole.
             hoped_bytes = self.everything.usage.peak_bytes / HOPE
-            hoped_bytes = 0 if hoped_bytes < error.smallest_bytes else hoped_bytes
-            if (schedule := self.as_a_whole(hoped_bytes)) is not None:
+            may_be_less = hoped_bytes < error.smallest_bytes
+            schedule = self.as_a_whole(0 if may_be_less else hoped_bytes)
+            if schedule is not None:
                 return schedule
-            raise self.told(error) from error.__cause__
+            raise self.told(error, may_be_less) from error.__cause__
 
-    def told(self, error: BudgetTooSmall) -> BudgetTooSmall:
+    def told(self, error: BudgetTooSmall, may_be_less: bool) -> BudgetTooSmall:
         """`error` with the smallest percentage, and with the need of `jax.jit`'s own
-        program if that is less."""
+        program if that is less and `may_be_less`."""
         least = error.smallest_bytes
         if least <= self.limits.memory_bytes:
             return error  # something else than memory does not fit
-        runs_whole = self.target.whole is not None and not self.target.in_stages
-        whole_bytes = self.facts.get("whole_bytes", 0) * runs_whole
+        whole_bytes = 0
+        if may_be_less and self.target.whole and not self.target.in_stages:
+            whole_bytes = self.facts.get("whole_bytes", 0)
         least, whose = error.smallest_bytes, ""
         if 0 < whole_bytes < least:
             least, whose = whole_bytes, " for jax.jit's own program"

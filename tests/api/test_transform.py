@@ -670,7 +670,7 @@ def test_options_of_jit_do_what_they_do_under_jit(budget, jit_options):
     args = [jnp.ones((64, 64)) for _ in range(4)]
     expected = jax.jit(deep, **jit_options)(*args[:2])
     # One that needs no storage, as a step with shardings has none.
-    planner = poet_jax.MilpPlanner(time_limit_seconds=10, paging=False)
+    planner = poet_jax.MilpPlanner(time_limit_seconds=2, paging=False)
     got = schedule(deep, budget, planner=planner, **jit_options)(*args[2:])
     assert_same(got, expected)
     assert [x.sharding for x in got] == [x.sharding for x in expected]

@@ -530,3 +530,17 @@ def test_help_says_what_the_program_says_of_itself(path):
     count = text.count("%") - 2 * text.count("%%")
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         assert "the program" not in text % (("the program",) * count)
+
+
+def test_a_sample_of_jaxs_own_harnesses_computes_what_it_does_under_jit(tmp_path):
+    run_module("benchmarks.harnesses", tmp_path, "--every=40")
+    with open(tmp_path / "harnesses.csv") as file:
+        rows = list(csv.DictReader(file))
+    counts = {
+        name: sum(int(row[name]) for row in rows)
+        for name in ("harnesses", "to_the_bit", "to_rounding", "different")
+    }
+    with open(tmp_path / "differences.csv") as file:
+        assert counts["different"] == 0, file.read()
+    assert counts["harnesses"] >= 130
+    assert counts["to_the_bit"] + counts["to_rounding"] == counts["harnesses"]
