@@ -1,5 +1,6 @@
 """FLOPs by rule, rooflines, workspaces and instances."""
 
+import csv
 import dataclasses
 import json
 import math
@@ -285,6 +286,30 @@ def test_what_needs_data_is_not_run_on_zeros(function):
     (node,) = [n for n, node in enumerate(graph.nodes) if node.needs_data]
     assert measured.seconds[node] == modelled.seconds[node] > 0
     assert measured.joules[node] == modelled.joules[node] > 0
+
+
+def test_the_seconds_of_a_callback_are_those_that_the_user_states(tmp_path):
+    def fun(x):
+        return jnp.sin(called(x)) @ x
+
+    graph = poet_jax.passes.group(poet_jax.trace(fun, ones(64, 64)))
+    path = tmp_path / "nodes.csv"
+    poet_jax.devices.write_node_costs(path, graph, poet_jax.price(graph, DEVICE))
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    (row,) = [row for row in rows if "pure_callback" in row["name"]]
+    row |= {"seconds": "2.5", "joules": ""}
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, list(row))
+        writer.writeheader()
+        writer.writerows(rows)
+    device = dataclasses.replace(DEVICE, node_costs=str(path))
+    # Traced anew, as in a later process.
+    graph = poet_jax.passes.group(poet_jax.trace(lambda x: fun(x), ones(64, 64)))
+    costs = poet_jax.price(graph, device)
+    (node,) = [n for n, node in enumerate(graph.nodes) if node.needs_data]
+    assert costs.seconds[node] == 2.5
+    assert costs.joules[node] == 2.5 * DEVICE.compute_watts
 
 
 def test_rbg_keys_can_be_timed():
