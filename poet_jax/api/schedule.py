@@ -369,18 +369,12 @@ class _Compilation:
         remedies = (wanted, *error.remedies[1:])
         if least == error.smallest_bytes and remedies == error.remedies:
             return error
-        bound = min(error.least_bytes, least)
-        exact = error.exact and least == error.smallest_bytes
-        told = dataclasses.replace(
-            error,
+        return error.but(
             remedies=remedies,
             smallest_bytes=least,
-            least_bytes=bound,
-            exact=exact,
+            least_bytes=min(error.least_bytes, least),
+            exact=error.exact and least == error.smallest_bytes,
         )
-        for note in getattr(error, "__notes__", ()):
-            told.add_note(note)
-        return told
 
     def as_a_whole(self, hoped_bytes: float | None = None) -> Schedule | None:
         """The function as `jax.jit` compiles it, if the budget covers that.

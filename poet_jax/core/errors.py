@@ -39,6 +39,13 @@ class BudgetTooSmall(ValueError):
         listed = f"{', '.join(most)}, or {last}" if most else last
         super().__init__(f"{self.problem} Use {listed}.")
 
+    def but(self, **changes: Any) -> "BudgetTooSmall":
+        """The error with other attributes, and its notes."""
+        changed = dataclasses.replace(self, **changes)
+        for note in getattr(self, "__notes__", ()):
+            changed.add_note(note)
+        return changed
+
     def _repr_html_(self) -> str:
         rows = [(name, "") for name in self.values[:TOP]]
         table = html_table((f"alive at {self.node}, largest first", ""), rows)

@@ -1,6 +1,7 @@
 """Training steps of `flax.linen` modules within a memory budget."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import flax.linen as nn
@@ -13,6 +14,7 @@ from poet_jax.api.effects import Effects
 from poet_jax.api.schedule import Schedule
 from poet_jax.api.state import init_paged
 from poet_jax.api.transform import schedule as schedule_function
+from poet_jax.core.errors import BudgetTooSmall
 from poet_jax.core.plan import BudgetLike
 from poet_jax.emit.executor import Run
 from poet_jax.flax.losses import (
@@ -21,6 +23,7 @@ from poet_jax.flax.losses import (
     default_optimizer,
     donatable,
     scalar_and_aux,
+    telling_of_update,
 )
 from poet_jax.stores.store import Store
 from poet_jax.update.items import ArrayStep
@@ -191,7 +194,7 @@ class TrainStep:
 
     def plan(self, state: TrainState, batch: Any) -> Schedule:
         """The schedule for a state and a batch like these, arrays or shapes."""
-        return self._scheduled.plan(state, batch)
+        return self._told(self._scheduled.plan, state, batch)
 
     def array_step(self, state: TrainState, batch: Any) -> ArrayStep:
         """The step as a function of arrays, for `update.search`."""
@@ -209,7 +212,16 @@ class TrainStep:
         return self._scheduled.last_run
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
-        return self._scheduled(donatable(state, batch), batch)
+        return self._told(self._scheduled, donatable(state, batch), batch)
+
+    def _told(self, call: Callable, state: TrainState, batch: Any) -> Any:
+        """`call(state, batch)`; BudgetTooSmall says what `update` would save."""
+        try:
+            return call(state, batch)
+        except BudgetTooSmall as error:
+            if self.scheme is not None:
+                raise
+            raise telling_of_update(error, state.params, state.opt_state) from error
 
 
 class _Initialiser:

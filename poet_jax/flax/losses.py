@@ -1,5 +1,6 @@
 """Defaults and checks that both Flax front ends share."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,13 +8,26 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from poet_jax.core.errors import CannotTrace
+from poet_jax.core.errors import BudgetTooSmall, CannotTrace
+from poet_jax.core.units import format_bytes
 
 LossFn = Callable[[Callable, Any], Any]
 
 
 def default_optimizer() -> optax.GradientTransformation:
     return optax.adamw(1e-3)
+
+
+def telling_of_update(
+    error: BudgetTooSmall, params: Any, opt_state: Any
+) -> BudgetTooSmall:
+    """`error` with what training a part of the parameters would save at most: their
+    gradients, and what the optimizer keeps for them."""
+    leaves = jax.tree.leaves((params, opt_state))
+    saved = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+    budget, *others = error.remedies
+    part = f"update= to train a part of the parameters (up to {format_bytes(saved)})"
+    return error.but(remedies=(budget, part, *others))
 
 
 def donatable(state: Any, rest: Any = ()) -> Any:

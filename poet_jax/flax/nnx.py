@@ -13,6 +13,7 @@ from poet_jax.api.effects import Effects
 from poet_jax.api.schedule import Schedule
 from poet_jax.api.transform import Scheduled
 from poet_jax.api.transform import schedule as schedule_function
+from poet_jax.core.errors import BudgetTooSmall
 from poet_jax.core.plan import BudgetLike
 from poet_jax.emit.executor import Run
 from poet_jax.flax.losses import (
@@ -20,6 +21,7 @@ from poet_jax.flax.losses import (
     default_optimizer,
     donatable,
     scalar_and_aux,
+    telling_of_update,
 )
 from poet_jax.stores.paged import in_ram
 from poet_jax.update.items import ArrayStep
@@ -270,7 +272,7 @@ class TrainStep:
     def plan(self, batch: Any) -> Schedule:
         """The schedule for a batch like this, arrays or shapes; runs nothing."""
         self._choose(batch)
-        return self._scheduled.plan(self.model, self.optimizer, batch)
+        return self._told(self._scheduled.plan, batch)
 
     def array_step(self, batch: Any) -> ArrayStep:
         """The step as a function of arrays, for `update.search`."""
@@ -291,4 +293,15 @@ class TrainStep:
 
     def __call__(self, batch: Any) -> Any:
         self._choose(batch)
-        return self._scheduled(self.model, self.optimizer, batch)
+        return self._told(self._scheduled, batch)
+
+    def _told(self, call: Callable, batch: Any) -> Any:
+        """`call` for a batch; an error of the budget says what `update` would save."""
+        try:
+            return call(self.model, self.optimizer, batch)
+        except BudgetTooSmall as error:
+            if self.scheme is not None:
+                raise
+            params = nnx.state(self.model, nnx.Param)
+            opt_state = nnx.state(self.optimizer)
+            raise telling_of_update(error, params, opt_state) from error

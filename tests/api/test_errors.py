@@ -80,6 +80,28 @@ def test_what_would_lower_the_need_is_named_with_its_bytes():
     assert "jax.checkpoint" not in said and "donate_argnums" not in said
 
 
+@pytest.mark.parametrize("library", ["nnx", "linen"])
+@pytest.mark.parametrize("update", [None, {"**/bias": 1.0}], ids=["all", "bias"])
+def test_a_step_that_trains_all_says_what_training_a_part_would_save(library, update):
+    batch = jnp.zeros((4, 256)), jnp.zeros((4, 256))
+    options = OPTIONS | {"optimizer": optax.adam(1e-3), "update": update}
+    if library == "nnx":
+        step = poet_jax.train_step(nnx.Linear(256, 256, rngs=nnx.Rngs(0)), 1, **options)
+        arguments = (batch,)
+    else:
+        step = poet_jax.train_step(nn.Dense(256), 1, **options)
+        arguments = step.init(jax.random.key(0), batch), batch
+    for call in (step, step.plan):
+        with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+            call(*arguments)
+        assert_three_sentences(caught.value, caught.value.smallest_bytes)
+        # Gradients and two moments of 257 KiB.
+        is_told = "update= to train a part of the parameters (up to 771" in str(
+            caught.value
+        )
+        assert is_told == (update is None)
+
+
 # A budget that jax.jit's own program keeps to is never refused.
 
 four = tuple(jnp.ones((256, 256)) for _ in range(4))
