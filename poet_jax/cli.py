@@ -71,9 +71,9 @@ FLAGS: dict[str, tuple[Callable[..., Any], Any, str]] = {
         "step's own, else host.",
     ),
     "donate_argnums": (
-        flags.DEFINE_multi_integer,
+        flags.DEFINE_list,
         None,
-        "Number of an argument that a function replaces, as under jax.jit.",
+        "Numbers of arguments that a function replaces, as 0,1: as under jax.jit.",
     ),
     "planner": (
         flags.DEFINE_string,
@@ -264,6 +264,16 @@ def _kind(made: Any) -> str:
     return f"one {type(made).__name__}"
 
 
+def _numbers(given: Sequence[str]) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, given))
+    except ValueError:
+        raise ValueError(
+            f"--donate_argnums={','.join(given)} is no list of numbers. Use "
+            "--donate_argnums=0,1 for example."
+        ) from None
+
+
 def scheduled(made: Sequence[Any]) -> tuple[Scheduled, Sequence[Any]]:
     """The scheduled function of a step with its arguments, and arguments for it.
 
@@ -283,7 +293,7 @@ def scheduled(made: Sequence[Any]) -> tuple[Scheduled, Sequence[Any]]:
             asked_budget(device),
             device=device,
             planner=planner,
-            donate_argnums=tuple(donated or ()),
+            donate_argnums=_numbers(donated or ()),
         )
         return inner, args
     if donated is not None:

@@ -160,7 +160,6 @@ class Graph:
       waiting: those of `stored` that may be resident; None for all.
       references: arguments and constants that are mutable references of JAX's, and are
         written to; they count among `donated`.
-      rewritten: whether other equations than those traced compute the same.
     """
 
     values: tuple[Value, ...]
@@ -176,7 +175,6 @@ class Graph:
     resident: frozenset[int] = frozenset()
     waiting: frozenset[int] | None = None
     references: tuple[int, ...] = ()
-    rewritten: bool = False
 
     __repr__ = brief
 
@@ -285,10 +283,8 @@ class Graph:
 
     @property
     def is_lowered(self) -> bool:
-        """Whether something is computed in another way than in what was traced."""
-        return self.rewritten or any(
-            e.lowering for node in self.nodes for e in node.equations
-        )
+        """Whether an equation is computed in another way than by its primitive."""
+        return any(e.lowering for node in self.nodes for e in node.equations)
 
     def __call__(self, *leaves: Any) -> list[Any]:
         """Evaluate the nodes in order: flat arguments to flat results, arrays or

@@ -14,10 +14,11 @@ from poet_jax.api.effects import Effects
 from poet_jax.api.schedule import Schedule
 from poet_jax.api.state import init_paged
 from poet_jax.api.transform import schedule as schedule_function
-from poet_jax.core.errors import BudgetTooSmall
+from poet_jax.core.errors import BudgetTooSmall, CannotTrace
 from poet_jax.core.plan import BudgetLike
 from poet_jax.emit.executor import Run
 from poet_jax.flax.losses import (
+    LOSS_FN,
     LossFn,
     default_loss,
     default_optimizer,
@@ -218,6 +219,9 @@ class TrainStep:
         """`call(state, batch)`; BudgetTooSmall says what `update` would save."""
         try:
             return call(state, batch)
+        except CannotTrace as error:
+            error.add_note(LOSS_FN)
+            raise
         except BudgetTooSmall as error:
             if self.scheme is not None:
                 raise

@@ -12,6 +12,7 @@ from poet_jax.core.errors import BudgetTooSmall, CannotTrace
 from poet_jax.core.units import format_bytes
 
 LossFn = Callable[[Callable, Any], Any]
+LOSS_FN = "loss_fn(model, batch) has to return a scalar, or (scalar, aux)."
 
 
 def default_optimizer() -> optax.GradientTransformation:

@@ -7,6 +7,7 @@ from poet_jax.passes.cpu.rules import cpu_kernels
 from poet_jax.passes.grouping import group
 from poet_jax.passes.inlining import inline_cheap
 from poet_jax.passes.reordering import reorder
+from poet_jax.passes.rewriter import Rewriter
 from poet_jax.passes.sparse.products import reassociate
 from poet_jax.passes.sparse.scales import fold_scales
 from poet_jax.passes.sparse.slices import push_slices
@@ -35,6 +36,7 @@ def run_passes(graph: Graph, passes: Iterable[Pass] = PASSES) -> Graph:
 __all__ = [
     "PASSES",
     "Pass",
+    "Rewriter",
     "reassociate",
     "group",
     "cpu_kernels",
