@@ -265,7 +265,7 @@ class Scheduled:
             None if graph.stored else whole,
             scratch,
             in_stages=self.executor.trace,
-            is_rewritten=_is_faster(traced, graph, costs, self.device or host()),
+            is_rewritten=_is_faster(graph, costs, self.device or host()),
         )
 
     def _jitted_for(self, key: Any, fun: Callable) -> Any:
@@ -335,16 +335,11 @@ def _check_options(device: Any, planner: Any, executor: Any) -> None:
             )
 
 
-def _is_faster(
-    traced: Graph, graph: Graph, costs: Costs, device: DeviceProfile
-) -> bool:
-    """Whether passes put other equations into `graph` than `traced` has, or other
-    forms of them that save a share of `SAVED` or more."""
-    own = {id(e.params) for node in traced.nodes for e in node.equations}
-    if any(id(e.params) not in own for node in graph.nodes for e in node.equations):
-        return True
-    if not graph.is_lowered:
-        return False
+def _is_faster(graph: Graph, costs: Costs, device: DeviceProfile) -> bool:
+    """Whether passes put in other equations, or other forms of them that save a share
+    of `SAVED` or more."""
+    if graph.rewritten or not graph.is_lowered:
+        return graph.rewritten
     plain = map_equations(graph, lambda e: dataclasses.replace(e, lowering=None))
     return costs.seconds.sum() <= (1 - SAVED) * price(plain, device).seconds.sum()
 

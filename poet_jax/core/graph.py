@@ -158,6 +158,8 @@ class Graph:
       resident: of `stored`, those that are in RAM, too, when the step begins, as their
         `successors` are when it ends. A plan decides that.
       waiting: those of `stored` that may be resident; None for all.
+      rewritten: whether a pass put in other equations that compute the same. A budget
+        that covers `jax.jit` then runs them all the same.
       references: arguments and constants that are mutable references of JAX's, and are
         written to; they count among `donated`.
     """
@@ -175,6 +177,7 @@ class Graph:
     resident: frozenset[int] = frozenset()
     waiting: frozenset[int] | None = None
     references: tuple[int, ...] = ()
+    rewritten: bool = False
 
     __repr__ = brief
 

@@ -153,7 +153,9 @@ class Step:
         """As a call, whatever else is in RAM."""
         start = time.perf_counter()
         try:
-            results = jax.block_until_ready(self._jitted(*args, **kwargs))
+            results = self._jitted(*args, **kwargs)
+            for leaf in jax.tree.leaves(results)[:1]:
+                leaf.block_until_ready()  # all of one program are there at once
         except (RuntimeError, ValueError) as error:
             if "has been deleted" not in str(error):
                 raise

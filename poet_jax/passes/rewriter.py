@@ -51,6 +51,7 @@ class Rewriter:
                 nodes=tuple(self._renamed(self.nodes[number]) for number in order),
                 outputs=tuple(map(self._now, self.graph.outputs)),
                 landing={self._now(v): x for v, x in self.graph.landing.items()},
+                rewritten=True,
             )
         )
 

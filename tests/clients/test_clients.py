@@ -72,3 +72,18 @@ def test_a_client_computes_what_it_does_under_jit(name):
             continue
         assert plan.compiled_bytes <= plan.budget.memory_bytes
         assert_same(trained(step, client), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["adamw_with_clipping_and_a_schedule", "multi_steps"])
+def test_the_smallest_budget_of_a_client_is_found_by_the_exact_program(name):
+    """Its results take no room of their own, as they have it from the beginning."""
+    client = CLIENTS[name]()
+    planner = poet_jax.MilpPlanner(time_limit_seconds=6)
+    options = OPTIONS | client.options | {"planner": planner}
+    arguments = client.state, client.batches[0]
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        poet_jax.schedule(client.step, 1, **options).plan(*arguments)
+    least = caught.value.smallest_bytes
+    plan = poet_jax.schedule(client.step, least, **options).plan(*arguments)
+    assert plan.compiled_bytes <= least

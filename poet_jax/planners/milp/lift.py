@@ -147,7 +147,8 @@ class _Lift:
             if ends.issuperset((stage, stage + 1)):
                 # In a segment of one stage a value has one source.
                 segment = cuts.segment(stage + 1)
-                self.present -= {v for v in self.present if self.comes(v, segment)}
+                counted = self.present - cuts.small
+                self.present -= {v for v in counted if self.comes(v, segment)}
 
     def reads(self, stage: int) -> tuple[int, ...]:
         if stage < len(self.graph.nodes):
