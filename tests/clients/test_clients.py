@@ -74,6 +74,7 @@ def test_a_client_computes_what_it_does_under_jit(name):
         assert_same(trained(step, client), expected)
 
 
+@pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["adamw_with_clipping_and_a_schedule", "multi_steps"])
 def test_the_smallest_budget_of_a_client_is_found_by_the_exact_program(name):
