@@ -353,13 +353,11 @@ class _Compilation:
     def told(self, error: BudgetTooSmall, may_be_less: bool) -> BudgetTooSmall:
         """`error` with the smallest percentage, and with the need of `jax.jit`'s own
         program if that is less and `may_be_less`."""
-        least = error.smallest_bytes
+        least, whose, whole_bytes = error.smallest_bytes, "", 0
         if least <= self.limits.memory_bytes:
             return error  # something else than memory does not fit
-        whole_bytes = 0
         if may_be_less and self.target.whole and not self.target.in_stages:
             whole_bytes = self.facts.get("whole_bytes", 0)
-        least, whose = error.smallest_bytes, ""
         if 0 < whole_bytes < least:
             least, whose = whole_bytes, " for jax.jit's own program"
         wanted = f"a budget of at least {least}{whose}"

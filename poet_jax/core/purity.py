@@ -54,7 +54,7 @@ PURE = frozenset(
     "bcoo_transpose bcsr_dot_general bcsr_extract bcsr_fromdense bcsr_todense "
     "coo_fromdense coo_matvec coo_matmat coo_spmm coo_spmv coo_todense csr_fromdense "
     "csr_matmat csr_matvec csr_spmm csr_spmv csr_todense "
-    # Of many devices, all of which run one program.
+    # Collectives: all devices run one program.
     "all_gather all_gather_invariant all_gather_reduced all_to_all axis_index "
     "pbroadcast pmax pmin ppermute preduced psum psum_invariant pvary "
     "ragged_all_to_all reduce_scatter unreduced_psum unreduced_reduce_scatter".split()

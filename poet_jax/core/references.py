@@ -1,8 +1,8 @@
 """Mutable references of JAX as the values that they hold.
 
-A graph has no references: what is written to one is a new value, and every operation
-on it is a function of what it holds. A reference that the caller holds is an argument
-or a constant, and what it is to hold after the step one of `Graph.outputs`.
+A graph has no references. A write makes a new value, and every operation on a
+reference is a function of the value that it holds. A reference of the caller's is an
+argument or a constant. What it holds after the step is one of `Graph.outputs`.
 """
 
 import dataclasses

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-LONGEST = 60  # characters of what is shown of a field
+LONGEST = 60  # characters that a field may take
 TOP = 10  # values, of the largest, that a notebook shows
 
 
 def brief(self: Any) -> str:
-    """`__repr__` of a dataclass whose fields may hold thousands of things: of what is
-    long it says how much there is."""
+    """`__repr__` of a dataclass whose fields may hold thousands of things: a long field
+    is shown by its length."""
     shown = (
         f"{field.name}={_short(getattr(self, field.name))}"
         for field in dataclasses.fields(self)

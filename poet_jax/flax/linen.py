@@ -14,17 +14,15 @@ from poet_jax.api.effects import Effects
 from poet_jax.api.schedule import Schedule
 from poet_jax.api.state import init_paged
 from poet_jax.api.transform import schedule as schedule_function
-from poet_jax.core.errors import BudgetTooSmall, CannotTrace
 from poet_jax.core.plan import BudgetLike
 from poet_jax.emit.executor import Run
 from poet_jax.flax.losses import (
-    LOSS_FN,
     LossFn,
     default_loss,
     default_optimizer,
     donatable,
+    explained,
     scalar_and_aux,
-    telling_of_update,
 )
 from poet_jax.stores.store import Store
 from poet_jax.update.items import ArrayStep
@@ -216,16 +214,8 @@ class TrainStep:
         return self._told(self._scheduled, donatable(state, batch), batch)
 
     def _told(self, call: Callable, state: TrainState, batch: Any) -> Any:
-        """`call(state, batch)`; BudgetTooSmall says what `update` would save."""
-        try:
+        with explained(self.scheme is None, lambda: (state.params, state.opt_state)):
             return call(state, batch)
-        except CannotTrace as error:
-            error.add_note(LOSS_FN)
-            raise
-        except BudgetTooSmall as error:
-            if self.scheme is not None:
-                raise
-            raise telling_of_update(error, state.params, state.opt_state) from error
 
 
 class _Initialiser:

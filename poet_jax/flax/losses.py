@@ -1,7 +1,8 @@
 """Defaults and checks that both Flax front ends share."""
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -19,12 +20,26 @@ def default_optimizer() -> optax.GradientTransformation:
     return optax.adamw(1e-3)
 
 
-def telling_of_update(
-    error: BudgetTooSmall, params: Any, opt_state: Any
-) -> BudgetTooSmall:
-    """`error` with what training a part of the parameters would save at most: their
-    gradients, and what the optimizer keeps for them."""
-    leaves = jax.tree.leaves((params, opt_state))
+@contextlib.contextmanager
+def explained(trains_all: bool, trained: Callable[[], Any]) -> Iterator[None]:
+    """Errors of a step say what its loss takes, and what training a part would save.
+
+    That is at most the gradients, and what the optimizer keeps: as many bytes as
+    parameters and optimizer state, which `trained` gives.
+    """
+    try:
+        yield
+    except CannotTrace as error:
+        error.add_note(LOSS_FN)
+        raise
+    except BudgetTooSmall as error:
+        if not trains_all:
+            raise
+        raise _telling_of_update(error, trained()) from error
+
+
+def _telling_of_update(error: BudgetTooSmall, trained: Any) -> BudgetTooSmall:
+    leaves = jax.tree.leaves(trained)
     saved = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
     budget, *others = error.remedies
     part = f"update= to train a part of the parameters (up to {format_bytes(saved)})"

@@ -13,16 +13,14 @@ from poet_jax.api.effects import Effects
 from poet_jax.api.schedule import Schedule
 from poet_jax.api.transform import Scheduled
 from poet_jax.api.transform import schedule as schedule_function
-from poet_jax.core.errors import BudgetTooSmall, CannotTrace
 from poet_jax.core.plan import BudgetLike
 from poet_jax.emit.executor import Run
 from poet_jax.flax.losses import (
-    LOSS_FN,
     default_loss,
     default_optimizer,
     donatable,
+    explained,
     scalar_and_aux,
-    telling_of_update,
 )
 from poet_jax.stores.paged import in_ram
 from poet_jax.update.items import ArrayStep
@@ -297,15 +295,8 @@ class TrainStep:
         return self._told(self._scheduled, batch)
 
     def _told(self, call: Callable, batch: Any) -> Any:
-        """`call` for a batch; an error of the budget says what `update` would save."""
-        try:
+        def trained() -> Any:
+            return nnx.state(self.model, nnx.Param), nnx.state(self.optimizer)
+
+        with explained(self.scheme is None, trained):
             return call(self.model, self.optimizer, batch)
-        except CannotTrace as error:
-            error.add_note(LOSS_FN)
-            raise
-        except BudgetTooSmall as error:
-            if self.scheme is not None:
-                raise
-            params = nnx.state(self.model, nnx.Param)
-            opt_state = nnx.state(self.optimizer)
-            raise telling_of_update(error, params, opt_state) from error

@@ -696,7 +696,7 @@ def executables():
 
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_jax_clears_what_was_compiled(budget):
-    """What a schedule that is kept holds, too, and once one is gone all of it."""
+    """Of a schedule that is kept, and of one that is deleted."""
     jax.clear_caches()
     before = executables()
     step = schedule(deep, budget)
