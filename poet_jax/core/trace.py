@@ -72,6 +72,13 @@ def trace(fun: Callable, *args: Any, **kwargs: Any) -> Graph:
     return _Builder(traced.jaxpr.consts).build(traced)
 
 
+def trace_part(fun: Callable, *args: Any) -> Graph:
+    """As `trace`, for nodes that are to be part of another graph: results of `fun` may
+    be its arguments, or one value twice."""
+    traced = jax.jit(fun).trace(*args)
+    return _Builder(traced.jaxpr.consts).build(traced, shared=True)
+
+
 # Frames that are not the caller's: Python's, installed packages' and this package's.
 _INSTALLED = tuple(
     os.path.join(folder, "")
@@ -101,7 +108,8 @@ class _Builder:
         self.references: dict[int, Reference] = {}  # that the caller holds
         self.consts = consts
 
-    def build(self, traced) -> Graph:
+    def build(self, traced, shared: bool = False) -> Graph:
+        """The graph; without copies of what is `shared`, an output and an argument."""
         jaxpr = traced.jaxpr.jaxpr
         leaves = jax.tree_util.tree_leaves_with_path(traced.args_info)
         env: dict[Any, Any] = {}
@@ -129,7 +137,7 @@ class _Builder:
                 operand = self.constant(operand.value, aval, f"literal{number}")
                 kept.add(operand)
             # The caller may delete or donate an output, so it shares no array.
-            if operand in kept or operand in outputs:
+            if not shared and (operand in kept or operand in outputs):
                 operand = self.copy(operand)
             outputs.append(operand)
         graph = Graph(

@@ -1,0 +1,448 @@
+"""Loops in pieces, so that a plan decides for each piece by itself: `Graph -> Graph`.
+
+A `scan` is one equation. What its iterations save for the backward pass lies in stacked
+arrays, which are there as a whole or not at all. In pieces each has arrays of its own,
+and what reads a stacked array element by element reads these.
+"""
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from poet_jax.core.equation import Equation, Inner, Literal
+from poet_jax.core.graph import Graph, Node, Value
+from poet_jax.core.trace import trace_part, without_dead_code
+from poet_jax.passes.streaming import ELEMENTWISE
+
+# Loops whose iterations have more equations than this are cut into pieces that are
+# loops: a planner takes a graph of some thousand nodes.
+MOST_EQUATIONS = 4000
+PIECES = 32
+
+# Loops that touch a smaller share of all bytes have nothing to plan for.
+LEAST_SHARE = 1 / 64
+
+# How the reductions of the pieces of an array become that of the array.
+_COMBINE: dict[str, Callable] = {
+    "reduce_sum": lax.add,
+    "reduce_prod": lax.mul,
+    "reduce_max": lax.max,
+    "reduce_min": lax.min,
+    "reduce_and": lax.bitwise_and,
+    "reduce_or": lax.bitwise_or,
+}
+
+
+def unroll(graph: Graph) -> Graph:
+    """`graph` with each `scan` of many bytes as a chain of pieces.
+
+    A piece is one iteration, evaluated in the graph, where all loops of one length have
+    together few enough equations, and else a loop over a part of the iterations.
+    Stacked arrays that loops make become arrays of their pieces; elementwise operations
+    and reductions of these, as of an optimizer, go from piece to piece. Anything else
+    reads the arrays joined. Loops with an effect stay as they are.
+
+    Sums over all iterations are rounded as the sum of the sums over pieces.
+    """
+    cuts = _cuts(graph)
+    return _Unroller(graph, cuts).result() if cuts else graph
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """How the leading axis of an array is cut.
+
+    Attributes:
+      bounds: [P] (start, stop) of each piece.
+    """
+
+    bounds: tuple[tuple[int, int], ...]
+
+    @property
+    def is_rows(self) -> bool:
+        """Whether pieces are single rows, which have no leading axis."""
+        return all(stop - start == 1 for start, stop in self.bounds)
+
+    def __len__(self) -> int:
+        return len(self.bounds)
+
+    def rows(self, number: int) -> int:
+        """How many rows a piece has."""
+        start, stop = self.bounds[number]
+        return stop - start
+
+    def shape(self, number: int, row: Sequence[int]) -> tuple[int, ...]:
+        """Of a piece of an array, whose rows have the shape `row`."""
+        return tuple(row) if self.is_rows else (self.rows(number), *row)
+
+    def piece(self, x: jax.Array, number: int) -> jax.Array:
+        start, stop = self.bounds[number]
+        if self.is_rows:
+            return lax.index_in_dim(x, start, keepdims=False)
+        return lax.slice_in_dim(x, start, stop)
+
+    def joined(self, pieces: Sequence[jax.Array]) -> jax.Array:
+        return jnp.stack(pieces) if self.is_rows else jnp.concatenate(pieces)
+
+
+class _Loop:
+    """A `scan`.
+
+    Attributes:
+      consts, carry, rows: its operands: what each iteration reads, what the first one
+        is given by the one before, and what is read row by row.
+      final, stacked: its results: what the last iteration leaves, and what is written
+        row by row.
+    """
+
+    def __init__(self, equation: Equation):
+        self.equation, params = equation, equation.params
+        first, carries = params["num_consts"], params["num_carry"]
+        second = first + carries
+        self.length: int = params["length"]
+        self.consts = equation.operands[:first]
+        self.carry = equation.operands[first:second]
+        self.rows = equation.operands[second:]
+        self.final = equation.results[:carries]
+        self.stacked = equation.results[carries:]
+
+    @classmethod
+    def of(cls, node: Node) -> "_Loop | None":
+        """The loop that a node is, if it is one that may be cut."""
+        (equation,) = node.equations
+        is_loop = equation.primitive.name == "scan" and node.repeatable
+        return cls(equation) if is_loop else None
+
+    @property
+    def size(self) -> int:
+        """Equations of an iteration."""
+        ((equations, _),) = self.equation.inner
+        return len(equations)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all rows, and of what an iteration makes."""
+        ((equations, _),) = self.equation.inner
+        shapes = [x for equation in equations for x in equation.result_shapes]
+        if self.rows:
+            shapes += self.equation.operand_shapes[-len(self.rows) :]
+        if self.stacked:
+            shapes += self.equation.result_shapes[-len(self.stacked) :]
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes)
+
+    def piece(self, rows: int | None, whole: Sequence[bool]) -> Graph:
+        """An iteration, or a loop over `rows` of them.
+
+        Its arguments are the first row's number, constants, carry and rows: those of
+        the piece, or all of them where `whole`. Its results are carry and rows.
+        """
+        jaxpr, params = self.equation.params["jaxpr"], self.equation.params
+        body = jex_core.jaxpr_as_fun(jaxpr)
+        avals = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
+            for x in jaxpr.in_avals
+        ]
+        first, carries = len(self.consts), len(self.carry)
+        second = first + carries
+        if rows is None:
+            return trace_part(lambda _, *operands: body(*operands), 0, *avals)
+
+        def loop(start: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+            given, xs = operands[:first], operands[second:]
+
+            def iteration(carry: Any, x: Any) -> tuple[Any, Any]:
+                index, *own = x
+                own = iter(own)
+                row = [
+                    lax.dynamic_index_in_dim(x, start + index, keepdims=False)
+                    if is_whole
+                    else next(own)
+                    for x, is_whole in zip(xs, whole, strict=True)
+                ]
+                results = body(*given, *carry, *row)
+                return results[:carries], results[carries:]
+
+            own = [x for x, is_whole in zip(xs, whole, strict=True) if not is_whole]
+            final, stacked = lax.scan(
+                iteration,
+                list(operands[first:second]),
+                [jnp.arange(rows, dtype=jnp.int32), *own],
+                length=rows,
+                reverse=params["reverse"],
+                unroll=params["unroll"],
+            )
+            return [*final, *stacked]
+
+        for number, (aval, is_whole) in enumerate(
+            zip(avals[second:], whole, strict=True), second
+        ):
+            count = self.length if is_whole else rows
+            avals[number] = jax.ShapeDtypeStruct((count, *aval.shape), aval.dtype)
+        return trace_part(loop, jax.ShapeDtypeStruct((), jnp.int32), *avals)
+
+
+def _cuts(graph: Graph) -> dict[int, _Cut]:
+    """How loops are cut, by their length."""
+    least_bytes = LEAST_SHARE * sum(value.nbytes for value in graph.values)
+    loops = defaultdict(list)
+    for node in graph.nodes:
+        if (loop := _Loop.of(node)) is not None:
+            loops[loop.length].append(loop)
+    cuts = {}
+    for length, each in loops.items():
+        if length < 2 or sum(loop.nbytes for loop in each) < least_bytes:
+            continue
+        is_small = length * sum(loop.size for loop in each) <= MOST_EQUATIONS
+        pieces = length if is_small else min(length, PIECES)
+        ends = [length * number // pieces for number in range(pieces + 1)]
+        cuts[length] = _Cut(tuple(zip(ends, ends[1:], strict=False)))
+    return cuts
+
+
+class _Unroller:
+    def __init__(self, graph: Graph, cuts: dict[int, _Cut]):
+        self.graph, self.cuts = graph, cuts
+        self.values = list(graph.values)
+        self.constants = dict(graph.constants)
+        self.nodes: list[Node] = []
+        self.instead: dict[Any, Any] = {}  # values by what they are now
+        self.split: dict[int, list[Any]] = {}  # values that are made in pieces
+        self.postponed: dict[int, Node] = {}  # makers of values not needed so far
+        self.slices: dict[tuple[int, int], int] = {}  # pieces of what is whole
+        self.parts: dict[Any, tuple[Graph, dict[int, int]]] = {}
+
+    def result(self) -> Graph:
+        graph = self.graph
+        for node in graph.nodes:
+            self.visit(node)
+        outputs: list[int] = []
+        taken = {*graph.arguments, *self.constants}
+        for value in graph.outputs:
+            now = self.whole(value)
+            if isinstance(now, Literal) or now in taken:
+                (now,) = self.add(graph.values[value].name, False, jnp.copy, [now])
+            taken.add(now)
+            outputs.append(now)
+        return without_dead_code(
+            dataclasses.replace(
+                graph,
+                values=tuple(self.values),
+                nodes=tuple(self.nodes),
+                outputs=tuple(outputs),
+                constants=self.constants,
+                landing={self.whole(v): x for v, x in graph.landing.items()},
+            )
+        )
+
+    def visit(self, node: Node) -> None:
+        (equation,) = node.equations
+        loop = _Loop.of(node)
+        if loop is not None and loop.length in self.cuts:
+            self.unroll(node, loop)
+        elif self.goes_by_pieces(equation):
+            (result,) = equation.results
+            self.postponed[result] = node
+            if any(x in self.split for x in equation.reads):
+                self.cut(result)
+        elif equation.primitive.name in _COMBINE and equation.reads[0] in self.split:
+            self.reduce(node, equation)
+        else:
+            self.emit(node)
+
+    def goes_by_pieces(self, equation: Equation) -> bool:
+        """Whether a piece of the result needs a piece of each operand only."""
+        (shape, *others) = (x.shape for x in equation.result_shapes)
+        if others or not shape or shape[0] not in self.cuts:
+            return False
+        operands = [x.shape for x in equation.operand_shapes]
+        if equation.primitive.name == "broadcast_in_dim":
+            return operands == [()]
+        is_elementwise = equation.primitive.name in ELEMENTWISE
+        return is_elementwise and all(x in ((), shape) for x in operands)
+
+    def emit(self, node: Node) -> None:
+        names = {v: self.whole(v) for v in node.reads}
+        equations = [e.renamed(names) for e in node.equations]
+        self.nodes.append(Node.of(node.name, equations, node.writes, node.backward))
+
+    def whole(self, value: Any) -> Any:
+        """What a value is now, which is made if it is not there as a whole."""
+        value = self.instead.get(value, value)
+        if value in self.postponed:
+            self.emit(self.postponed.pop(value))
+        elif value in self.split:
+            cut = self.cuts[self.values[value].shape[0]]
+            (self.instead[value],) = self.add(
+                self.values[value].name,
+                False,
+                lambda *pieces: cut.joined(pieces),
+                self.split[value],
+            )
+            return self.instead[value]
+        return value
+
+    def unroll(self, node: Node, loop: _Loop) -> None:
+        """A loop as a chain of pieces."""
+        cut, reverse = self.cuts[loop.length], loop.equation.params["reverse"]
+        consts = [self.whole(x) for x in loop.consts]
+        carry = [self.whole(x) for x in loop.carry]
+        # A loop over a part of the rows reads them where they are.
+        is_whole = [
+            not (cut.is_rows or x in self.split or x in self.postponed)
+            for x in loop.rows
+        ]
+        made: dict[int, list[Any]] = {}
+        for number in reversed(range(len(cut))) if reverse else range(len(cut)):
+            rows = [
+                self.whole(x) if whole else self.piece(x, number)
+                for x, whole in zip(loop.rows, is_whole, strict=True)
+            ]
+            count = None if cut.is_rows else cut.rows(number)
+            key = (loop.equation, count, *is_whole)
+            if key not in self.parts:
+                self.parts[key] = loop.piece(count, is_whole), {}
+            start = Literal(np.int32(cut.bounds[number][0]))
+            name = f"{node.name}[{'-'.join(map(str, cut.bounds[number]))}]"
+            results = self.splice(
+                self.parts[key], [start, *consts, *carry, *rows], name, node.backward
+            )
+            carry, made[number] = results[: len(carry)], results[len(carry) :]
+        for value, final in zip(loop.final, carry, strict=True):
+            self.instead[value] = final
+        for place, value in enumerate(loop.stacked):
+            self.split[value] = [made[number][place] for number in range(len(cut))]
+
+    def piece(self, value: Any, number: int) -> Any:
+        """A piece of a value."""
+        if value in self.postponed:
+            self.cut(value)
+        if value in self.split:
+            return self.split[value][number]
+        whole = self.whole(value)
+        if (whole, number) not in self.slices:
+            aval = self.values[whole]
+            cut = self.cuts[aval.shape[0]]
+            (self.slices[whole, number],) = self.add(
+                f"{aval.name}[{number}]", False, lambda x: cut.piece(x, number), [whole]
+            )
+        return self.slices[whole, number]
+
+    def cut(self, value: int) -> None:
+        """Make a value that is postponed in pieces."""
+        node = self.postponed.pop(value)
+        (equation,) = node.equations
+        cut = self.cuts[self.values[value].shape[0]]
+
+        def compute(number: int) -> Callable:
+            if equation.primitive.name == "broadcast_in_dim":
+                dimensions = equation.params["broadcast_dimensions"]
+                shape = cut.shape(number, self.values[value].shape[1:])
+                dimensions = [x - cut.is_rows for x in dimensions]
+                return lambda x: lax.broadcast_in_dim(x, shape, dimensions)
+            return lambda *operands: equation.bind(operands)[0]
+
+        self.split[value] = []
+        for number in range(len(cut)):
+            operands = [
+                self.piece(x, number) if shape.shape else self.whole(x)
+                for x, shape in zip(
+                    equation.operands, equation.operand_shapes, strict=True
+                )
+            ]
+            self.split[value] += self.add(
+                f"{node.name}[{number}]",
+                node.backward,
+                compute(number),
+                operands,
+                key=(equation, cut.rows(number)),
+            )
+
+    def reduce(self, node: Node, equation: Equation) -> None:
+        """A reduction of what is in pieces."""
+        (operand,), (result,) = equation.operands, equation.results
+        cut = self.cuts[self.values[operand].shape[0]]
+        axes = equation.params["axes"]
+        own = tuple(x - cut.is_rows for x in axes if x or not cut.is_rows)
+        params = {**equation.params, "axes": own}
+        partial = dataclasses.replace(equation, params=params)
+        pieces = [
+            self.add(
+                f"{node.name}[{number}]",
+                node.backward,
+                lambda x: partial.bind([x])[0] if own else x,
+                [piece],
+                key=(equation, cut.rows(number)),
+            )[0]
+            for number, piece in enumerate(self.split[operand])
+        ]
+        if 0 not in axes:
+            self.split[result] = pieces
+            return
+        combine = _COMBINE[equation.primitive.name]
+        total, *others = pieces
+        for piece in others:
+            (total,) = self.add(
+                node.name, node.backward, combine, [total, piece], key=(equation,)
+            )
+        self.instead[result] = total
+
+    def add(
+        self,
+        name: str,
+        backward: bool,
+        fun: Callable,
+        operands: Sequence[Any],
+        key: tuple = (),
+    ) -> list[Any]:
+        """Values of `fun(*operands)`; functions of one `key` are the same."""
+        if not key or key not in self.parts:
+            avals = [
+                x.value if isinstance(x, Literal) else self.values[x].aval
+                for x in operands
+            ]
+            part = trace_part(fun, *avals), {}
+            if key:
+                self.parts[key] = part
+        else:
+            part = self.parts[key]
+        return self.splice(part, operands, name, backward)
+
+    def splice(
+        self,
+        part: tuple[Graph, dict[int, int]],
+        operands: Sequence[Any],
+        name: str,
+        backward: bool,
+    ) -> list[Any]:
+        """What `operands` make of a part; its nodes become nodes of this graph."""
+        graph, constants = part
+        for v, array in graph.constants.items():
+            if v not in constants:
+                constants[v] = self.value(graph.values[v], graph.values[v].name)
+                self.constants[constants[v]] = array
+        known: dict[Any, Any] = {**constants}
+        known.update(zip(graph.arguments, operands, strict=True))
+        for node in graph.nodes:
+            scope = name if len(graph.nodes) == 1 else f"{name}/{node.name}"
+            for v in node.writes:
+                known[v] = self.value(graph.values[v], scope)
+            equations = [
+                e.renamed(known | {x: Inner() for x in e.results if x not in known})
+                for e in node.equations
+            ]
+            writes = [known[v] for v in node.writes]
+            self.nodes.append(Node.of(scope, equations, writes, backward))
+        return [known[v] for v in graph.outputs]
+
+    def value(self, value: Value, name: str) -> int:
+        number = len(self.values)
+        self.values.append(dataclasses.replace(value, name=f"{name}.{number}"))
+        return number
