@@ -6,6 +6,7 @@ from poet_jax.core.graph import Graph
 from poet_jax.passes.cpu.rules import cpu_kernels
 from poet_jax.passes.grouping import group
 from poet_jax.passes.inlining import inline_cheap
+from poet_jax.passes.loops import unroll
 from poet_jax.passes.reordering import reorder
 from poet_jax.passes.rewriter import Rewriter
 from poet_jax.passes.sparse.products import reassociate
@@ -15,6 +16,7 @@ from poet_jax.passes.streaming import stream_state
 
 Pass = Callable[[Graph], Graph]
 PASSES: tuple[Pass, ...] = (
+    unroll,
     push_slices,
     reassociate,
     fold_scales,
@@ -46,4 +48,5 @@ __all__ = [
     "run_passes",
     "inline_cheap",
     "stream_state",
+    "unroll",
 ]

@@ -5,7 +5,7 @@ import bisect
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import numpy as np
 
@@ -165,66 +165,115 @@ class Eviction:
         """
         scores = []
         life = Life(judged)
-        for value, stage in life.waiting():
-            nbytes = int(self.costs.nbytes[value])
-            for how, cost in self.options(value, stage, life):
-                scores.append((cost / max(nbytes, 1), -nbytes, value, stage, how))
+        waiting = dict(life.waiting())
+        for value, stage in waiting.items():
+            for option in self.options(value, stage, life):
+                # What else is read there and a repeat makes need not wait either.
+                gone = {value, *(v for v in option.made if waiting.get(v) == stage)}
+                nbytes = self.total(gone) - self.total(option.held)
+                if nbytes >= min(1, self.total([value])):
+                    score = option.cost / max(nbytes, 1)
+                    scores.append((score, -nbytes, value, stage, option.how))
         evicted: set[int] = set()
-        for _, _, value, stage, how in sorted(scores):
+        for _, negative_bytes, value, stage, how in sorted(scores):
             if value in evicted:
                 continue
             if len(evicted) > len(self.graph.nodes) // 60 or enough_bytes <= 0:
                 break
             evicted.add(value)
-            enough_bytes -= int(self.costs.nbytes[value])
+            enough_bytes += negative_bytes
             if how == "page":
                 self.stages.page_ins[stage].add(value)
                 self.stages.page_outs.add(value)
-            else:
-                reruns, page_ins = self.stages.reruns[stage], set()
-                self.bring_back(value, stage, life, reruns, page_ins)
-                self.stages.page_ins[stage] |= page_ins
-                written = {v for n in reruns for v in self.graph.nodes[n].writes}
-                self.stages.page_ins[stage] -= written
+                continue
+            repeat = self.repeat(value, stage, life, hold=how == "hold")
+            assert repeat is not None
+            self.stages.reruns[stage] |= repeat.reruns
+            self.stages.page_ins[stage] |= repeat.page_ins
+            self.stages.page_ins[stage] -= repeat.made
         return bool(evicted)
 
-    def options(self, value: int, stage: int, life: "Life"):
-        """(how, cost) of bringing `value` back at `stage`."""
+    def total(self, values: Iterable[int]) -> int:
+        return int(sum(self.costs.nbytes[v] for v in values))
+
+    def options(self, value: int, stage: int, life: "Life") -> "Iterator[_Option]":
+        """Ways to bring `value` back at `stage`."""
         there = self.stages.page_ins[stage]
         if self.paging and self.graph.values[value].pageable and value not in there:
             out = 0.0 if value in self.stages.page_outs else float(self.out_cost[value])
-            yield "page", out + float(self.in_cost[value])
-        if self.remat:
-            before = self.stages.reruns[stage]
-            reruns, page_ins = set(before), set()
-            possible = self.bring_back(value, stage, life, reruns, page_ins)
-            if possible and not (reruns == before and page_ins <= there):
-                yield (
-                    "remat",
-                    sum(float(self.node_cost[n]) for n in reruns - before)
-                    + sum(float(self.in_cost[v]) for v in page_ins),
-                )
+            yield _Option("page", out + float(self.in_cost[value]), {value})
+        if not self.remat:
+            return
+        before = self.stages.reruns[stage]
+        for how in ("remat", "hold"):
+            repeat = self.repeat(value, stage, life, hold=how == "hold")
+            if repeat and not (repeat.reruns <= before and repeat.page_ins <= there):
+                cost = sum(float(self.node_cost[n]) for n in repeat.reruns - before)
+                cost += sum(float(self.in_cost[v]) for v in repeat.page_ins)
+                yield _Option(how, cost, repeat.made, repeat.held)
+                if not repeat.is_deep:
+                    return
 
-    def bring_back(self, value, stage, life, reruns, page_ins) -> bool:
-        """Collect what must run or be paged in for `value`; False if nothing can."""
+    def repeat(
+        self, value: int, stage: int, life: "Life", hold: bool
+    ) -> "_Repeat | None":
+        """What must run or be paged in for `value`; None if nothing can.
+
+        With `hold` what its node reads stays in RAM for that.
+        """
+        repeat = _Repeat()
         stack = [value]
         while stack:
             number = self.graph.producer.get(stack.pop())
             if number is None or not self.graph.nodes[number].repeatable:
-                return False
-            if number in reruns:
+                return None
+            if number in repeat.reruns:
                 continue
-            reruns.add(number)
+            repeat.reruns.add(number)
+            repeat.made.update(self.graph.nodes[number].writes)
+            if number in self.stages.reruns[stage]:
+                continue
             for read in self.graph.nodes[number].reads:
                 if life.is_there(read, stage):
                     continue
                 if read in self.stages.page_ins[stage]:
                     continue
                 if read in self.stages.page_outs:
-                    page_ins.add(read)
+                    repeat.page_ins.add(read)
+                elif hold:
+                    repeat.held.add(read)
                 else:
+                    repeat.is_deep = True
                     stack.append(read)
-        return True
+        return repeat
+
+
+@dataclasses.dataclass
+class _Repeat:
+    """What brings a value back by running its node again.
+
+    Attributes:
+      reruns: nodes that run; made: what they write.
+      page_ins: what is paged in for that; held: what stays in RAM for that.
+      is_deep: whether nodes run for what its own node reads.
+    """
+
+    reruns: set[int] = dataclasses.field(default_factory=set)
+    made: set[int] = dataclasses.field(default_factory=set)
+    page_ins: set[int] = dataclasses.field(default_factory=set)
+    held: set[int] = dataclasses.field(default_factory=set)
+    is_deep: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Option:
+    """A way to bring a value back: what it costs, what else it makes, and what has to
+    stay in RAM instead."""
+
+    how: str
+    cost: float
+    made: Collection[int]
+    held: Collection[int] = ()
 
 
 class Life:
