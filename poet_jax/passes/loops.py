@@ -8,7 +8,7 @@ and what reads a stacked array element by element reads these.
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -22,10 +22,10 @@ from poet_jax.core.graph import Graph, Node, Value
 from poet_jax.core.trace import trace_part, without_dead_code
 from poet_jax.passes.streaming import ELEMENTWISE
 
-# Loops whose iterations have more equations than this are cut into pieces that are
-# loops: a planner takes a graph of some thousand nodes.
-MOST_EQUATIONS = 4000
-PIECES = 32
+# Loops with more equations than this in all iterations are cut into pieces that are
+# loops, and not into more than these: a planner takes a graph of some thousand nodes.
+MOST_EQUATIONS = 10_000
+MOST_PIECES = 64
 
 # Loops that touch a smaller share of all bytes have nothing to plan for.
 LEAST_SHARE = 1 / 64
@@ -128,15 +128,23 @@ class _Loop:
         return len(equations)
 
     @property
+    def carry_bytes(self) -> int:
+        """Of what one iteration gives the next."""
+        return _nbytes(self.equation.result_shapes[: len(self.final)])
+
+    @property
+    def row_bytes(self) -> int:
+        """Of all rows that are written."""
+        return _nbytes(self.equation.result_shapes[len(self.final) :])
+
+    @property
     def nbytes(self) -> int:
         """Of all rows, and of what an iteration makes."""
         ((equations, _),) = self.equation.inner
-        shapes = [x for equation in equations for x in equation.result_shapes]
-        if self.rows:
-            shapes += self.equation.operand_shapes[-len(self.rows) :]
-        if self.stacked:
-            shapes += self.equation.result_shapes[-len(self.stacked) :]
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes)
+        made = [x for equation in equations for x in equation.result_shapes]
+        first = len(self.consts) + len(self.carry)
+        read = self.equation.operand_shapes[first:]
+        return _nbytes([*read, *made]) + self.row_bytes
 
     def piece(self, rows: int | None, whole: Sequence[bool]) -> Graph:
         """An iteration, or a loop over `rows` of them.
@@ -189,6 +197,10 @@ class _Loop:
         return trace_part(loop, jax.ShapeDtypeStruct((), jnp.int32), *avals)
 
 
+def _nbytes(shapes: Iterable[jax.ShapeDtypeStruct]) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes)
+
+
 def _cuts(graph: Graph) -> dict[int, _Cut]:
     """How loops are cut, by their length."""
     least_bytes = LEAST_SHARE * sum(value.nbytes for value in graph.values)
@@ -201,10 +213,19 @@ def _cuts(graph: Graph) -> dict[int, _Cut]:
         if length < 2 or sum(loop.nbytes for loop in each) < least_bytes:
             continue
         is_small = length * sum(loop.size for loop in each) <= MOST_EQUATIONS
-        pieces = length if is_small else min(length, PIECES)
+        pieces = length if is_small else min(length, _square_root(each), MOST_PIECES)
         ends = [length * number // pieces for number in range(pieces + 1)]
         cuts[length] = _Cut(tuple(zip(ends, ends[1:], strict=False)))
     return cuts
+
+
+def _square_root(loops: Sequence[_Loop]) -> int:
+    """Pieces that take the least memory if only what one piece hands to the next is
+    kept: a piece of the rows and all that is handed over (Chen et al., 2016,
+    arXiv 1604.06174)."""
+    rows = max(loop.row_bytes for loop in loops)
+    carry = min(loop.carry_bytes for loop in loops)
+    return max(2, round(math.sqrt(rows / max(1, carry))))
 
 
 class _Unroller:
