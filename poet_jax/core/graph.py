@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from poet_jax.core.equation import Equation, Inner, Literal, Name, need_data
 from poet_jax.core.references import held_by
 from poet_jax.core.representation import brief
+from poet_jax.core.stack import Stack
 from poet_jax.core.units import format_bytes
 
 
@@ -160,6 +161,9 @@ class Graph:
       waiting: those of `stored` that may be resident; None for all.
       rewritten: whether a pass put in other equations that compute the same. A budget
         that covers `jax.jit` then runs them all the same.
+      stacks: arguments, and outputs that take the memory of one, whose pieces are the
+        values that nodes read and write, where they lie. They are not values in RAM
+        themselves.
       references: arguments and constants that are mutable references of JAX's, and are
         written to; they count among `donated`.
     """
@@ -176,6 +180,7 @@ class Graph:
     landing: dict[int, Place] = dataclasses.field(default_factory=dict)
     resident: frozenset[int] = frozenset()
     waiting: frozenset[int] | None = None
+    stacks: dict[int, Stack] = dataclasses.field(default_factory=dict)
     references: tuple[int, ...] = ()
     rewritten: bool = False
 
@@ -184,7 +189,7 @@ class Graph:
     def __post_init__(self):
         """Raise ValueError unless every value is written once, and before it is
         read."""
-        known = set(self.arguments) | set(self.constants) | set(self.stored)
+        known = {*self.initial, *self.stored}
         for node in self.nodes:
             for value in node.reads:
                 if value not in known:
@@ -228,8 +233,27 @@ class Graph:
     def initial(self) -> tuple[int, ...]:
         """Values in RAM before the first node: arguments and constants, each once."""
         both = dict.fromkeys((*self.arguments, *self.constants))
-        here = (v for v in both if v not in self.stored)
+        here = (x for v in both if v not in self.stored for x in self.pieces(v))
         return (*here, *sorted(self.resident))
+
+    def pieces(self, value: int) -> tuple[int, ...]:
+        """The values in RAM that an argument or an output is: itself, if not pieces."""
+        return self.stacks[value].values if value in self.stacks else (value,)
+
+    @functools.cached_property
+    def leaving(self) -> frozenset[int]:
+        """Values that are outputs, or pieces of one."""
+        return frozenset(x for v in self.outputs for x in self.pieces(v))
+
+    @functools.cached_property
+    def seats(self) -> dict[int, tuple[int, int]]:
+        """Of pieces of arguments, and of what is written over them: which argument,
+        and which of its pieces."""
+        return {
+            value: (whole if stack.over is None else stack.over, number)
+            for whole, stack in self.stacks.items()
+            for number, value in enumerate(stack.values)
+        }
 
     @property
     def results(self) -> tuple[int, ...]:
@@ -241,9 +265,10 @@ class Graph:
         """Values in RAM after the last node: outputs, each once."""
         landed = {place.leaf for place in self.landing.values()}
         here = [
-            v
+            x
             for leaf, v in enumerate(self.outputs)
             if leaf not in landed and v not in self.stored
+            for x in self.pieces(v)
         ]
         here += [self.successors[v] for v in sorted(self.resident)]
         return tuple(dict.fromkeys(here))
@@ -294,9 +319,16 @@ class Graph:
         tracers."""
         given = dict(self.constants) | dict(zip(self.arguments, leaves, strict=True))
         known = {v: held_by(x) for v, x in given.items()}
+        for v, stack in self.stacks.items():
+            if v in known:
+                for number, piece in enumerate(stack.values):
+                    known[piece] = stack.cut.piece(known[v], number)
         for node in self.nodes:
             results = node(*(known[v] for v in node.reads))
             known.update(zip(node.writes, results, strict=True))
+        for v, stack in self.stacks.items():
+            if stack.over is not None:
+                known[v] = stack.cut.join([known[piece] for piece in stack.values])
         self.write_references(given, known)
         return [known[v] for v in self.results]
 
@@ -340,6 +372,7 @@ class Graph:
                 for places in (self.stored, self.landing)
             ],
             None if self.waiting is None else sorted(self.waiting),
+            sorted((v, *dataclasses.astuple(x)) for v, x in self.stacks.items()),
         ]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
@@ -424,6 +457,8 @@ def with_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
     """
     nodes = tuple(nodes)
     used = {*graph.arguments, *graph.constants, *graph.outputs}
+    for stack in graph.stacks.values():
+        used.update(stack.values)
     for node in nodes:
         used.update(node.reads, node.writes)
     new = {old: number for number, old in enumerate(sorted(used))}
@@ -453,6 +488,14 @@ def with_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
         constants={new[v]: array for v, array in graph.constants.items()},
         donated=frozenset(rename(graph.donated)),
         references=rename(graph.references),
+        stacks={
+            new[v]: dataclasses.replace(
+                stack,
+                values=rename(stack.values),
+                over=None if stack.over is None else new[stack.over],
+            )
+            for v, stack in graph.stacks.items()
+        },
         stored={new[v]: place for v, place in graph.stored.items() if v in new},
         landing={new[v]: place for v, place in graph.landing.items() if v in new},
     )

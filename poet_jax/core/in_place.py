@@ -94,6 +94,8 @@ def pairs(
 
 def _memory(graph: Graph, value: int) -> Any:
     """Equal for values that can take each other's place."""
+    if value in graph.seats:
+        return graph.seats[value]
     return graph.values[value].kind, graph.values[value].on_host
 
 

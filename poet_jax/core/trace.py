@@ -387,7 +387,7 @@ def _node_name(eqn, stack: str) -> str:
 
 def without_dead_code(graph: Graph) -> Graph:
     """Drop results that no output depends on, and nodes without others or effects."""
-    needed = {*graph.outputs, *graph.references}
+    needed = {*graph.leaving, *graph.references}
     kept = []
     for node in reversed(graph.nodes):
         writes = tuple(v for v in node.writes if v in needed)

@@ -154,6 +154,13 @@ class _Walk:
         self.given: dict[int, Any] = dict(self.graph.constants)
         self.given.update(zip(emitted.inputs, inputs[:count], strict=True))
         self.known = {v: held_by(x) for v, x in self.given.items()}
+        # Pieces that lie in their array, and those that will.
+        stacks = self.graph.stacks.values()
+        given = {v for stack in stacks if stack.over is None for v in stack.values}
+        self.lying = {v: seat for v, seat in self.graph.seats.items() if v in given}
+        self.heirs = {
+            seat: v for v, seat in self.graph.seats.items() if v not in given
+        }
         self.places: Any = inputs[count] if emitted.pages else None
         self.last: list[Any] = []  # what the next stage is to wait for
         self.paged: dict[int, Any] = {}  # records of pages, or the pages
@@ -178,10 +185,16 @@ class _Walk:
                     self.page_out(value)
                 case PageIn(value):
                     self.page_in(value)
+                case Free(value) if value in self.lying:
+                    del self.lying[value]
+                    self.settle()
                 case Free(value) if moment.waits:
                     # Memory is the page's until it is written, and somebody has to
                     # say so.
                     self.last += [self.known[value], self.paged[value]]
+        for v, stack in self.graph.stacks.items():
+            if stack.over is not None:
+                self.known[v] = self.known[stack.over]
         self.graph.write_references(self.given, self.known)
         results = [self.known[v] for v in emitted.outputs]
         if emitted.records:
@@ -193,8 +206,15 @@ class _Walk:
         return results
 
     def run(self, stage: Run) -> None:
+        seats = {v: self.lying[v] for v in stage.reads if v in self.lying}
+        read = [v for v in stage.reads if v not in seats]
+        arrays = list(dict.fromkeys(array for array, _ in seats.values()))
+
         def body(operands: Sequence[Any]) -> list[Any]:
-            known = dict(zip(stage.reads, operands, strict=True))
+            known = dict(zip((*read, *arrays), operands, strict=True))
+            for v, (array, number) in seats.items():
+                cut = self.graph.stacks[array].cut
+                known[v] = cut.piece(known[array], number)
             for number in stage.nodes:
                 node = self.graph.nodes[number]
                 reads = [known[v] for v in node.reads]
@@ -202,9 +222,39 @@ class _Walk:
                 known.update(zip(node.writes, results, strict=True))
             return [known[v] for v in stage.writes]
 
-        operands = [self.known[v] for v in stage.reads]
+        operands = [self.known[v] for v in (*read, *arrays)]
         results, self.last = self.target.apart(body, operands, self.last)
-        self.known.update(zip(stage.writes, results, strict=True))
+        made = zip(stage.writes, results, strict=True)
+        self.known.update((v, x) for v, x in made if v not in self.lying)
+        for old, _ in stage.over:
+            self.lying.pop(old, None)
+        self.settle()
+
+    def settle(self) -> None:
+        """Write pieces to their places in arrays where nothing lies any more, before
+        anything else happens."""
+        taken = set(self.lying.values())
+        seats = [
+            seat
+            for seat, v in self.heirs.items()
+            if v in self.known and seat not in taken
+        ]
+        if not seats:
+            return
+        arrays = list(dict.fromkeys(array for array, _ in seats))
+
+        def body(operands: Sequence[Any]) -> list[Any]:
+            known = dict(zip((*arrays, *seats), operands, strict=True))
+            for array, number in seats:
+                cut = self.graph.stacks[array].cut
+                known[array] = cut.write(known[array], number, known[array, number])
+            return [known[array] for array in arrays]
+
+        pieces = [self.known.pop(self.heirs[seat]) for seat in seats]
+        operands = [*(self.known[v] for v in arrays), *pieces]
+        results, self.last = self.target.apart(body, operands, self.last)
+        self.known.update(zip(arrays, results, strict=True))
+        self.lying.update((self.heirs[seat], seat) for seat in seats)
 
     def page_out(self, value: int) -> None:
         array = self.known[value]

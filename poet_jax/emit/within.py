@@ -198,7 +198,8 @@ def as_allocated(
             elif v not in graph.landing:
                 own_bytes += int(nbytes[v])
                 nbytes[v] = 0
-    here = {v for v in graph.arguments if v not in graph.stored}
+    given = (v for v in graph.arguments if v not in graph.stored)
+    here = {x for v in given for x in graph.pieces(v)}
     here = here.union(graph.returned, graph.references)
     values = tuple(
         dataclasses.replace(

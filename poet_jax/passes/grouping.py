@@ -80,7 +80,7 @@ class _Coarsener:
         return (
             node.equations[0].primitive.name in ("broadcast_in_dim", "iota")
             and all(self.is_tiny(v) for v in node.reads)
-            and not any(v in self.graph.outputs for v in node.writes)
+            and not any(v in self.graph.leaving for v in node.writes)
         )
 
     def reads(self, number: int) -> Iterable[int]:
@@ -121,7 +121,7 @@ class _Coarsener:
                 alone = list(self.all_readers(value)) == [number]
                 if (
                     alone
-                    and value not in self.graph.outputs
+                    and value not in self.graph.leaving
                     and can_turn(self.graph.nodes[maker].equations[0])
                 ):
                     yield number, maker
@@ -260,7 +260,7 @@ class _Coarsener:
 
         for member in members:
             append(member)
-        outside = set(self.graph.outputs)
+        outside = self.graph.leaving
         writes = tuple(
             v
             for n in members

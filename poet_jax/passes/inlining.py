@@ -83,7 +83,7 @@ class _Recomputer:
                 e for e in self.nodes[reader].equations if made.isdisjoint(e.results)
             ]
             self.replace(reader, [*added, *both], self.nodes[reader].writes)
-        writes = [v for v in node.writes if self.readers[v] or v in self.graph.outputs]
+        writes = [v for v in node.writes if self.readers[v] or v in self.graph.leaving]
         writes += names.values()
         self.replace(number, _needed(rows, writes, set()), writes)
 
@@ -131,7 +131,7 @@ class _Recomputer:
         readers = self.late_readers(value)
         return (
             self.values[value].nbytes > TINY_BYTES
-            and value not in self.graph.outputs
+            and value not in self.graph.leaving
             and bool(readers)
             and all(map(self.is_light, readers))
         )

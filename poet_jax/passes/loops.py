@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from poet_jax.core.equation import Equation, Inner, Literal
 from poet_jax.core.graph import Graph, Node, Value
+from poet_jax.core.stack import Cut, Stack
 from poet_jax.core.trace import trace_part, without_dead_code
 from poet_jax.passes.streaming import ELEMENTWISE
 
@@ -52,45 +52,8 @@ def unroll(graph: Graph) -> Graph:
 
     Sums over all iterations are rounded as the sum of the sums over pieces.
     """
-    cuts = _cuts(graph)
+    cuts = {} if graph.stacks else _cuts(graph)
     return _Unroller(graph, cuts).result() if cuts else graph
-
-
-@dataclasses.dataclass(frozen=True)
-class _Cut:
-    """How the leading axis of an array is cut.
-
-    Attributes:
-      bounds: [P] (start, stop) of each piece.
-    """
-
-    bounds: tuple[tuple[int, int], ...]
-
-    @property
-    def is_rows(self) -> bool:
-        """Whether pieces are single rows, which have no leading axis."""
-        return all(stop - start == 1 for start, stop in self.bounds)
-
-    def __len__(self) -> int:
-        return len(self.bounds)
-
-    def rows(self, number: int) -> int:
-        """How many rows a piece has."""
-        start, stop = self.bounds[number]
-        return stop - start
-
-    def shape(self, number: int, row: Sequence[int]) -> tuple[int, ...]:
-        """Of a piece of an array, whose rows have the shape `row`."""
-        return tuple(row) if self.is_rows else (self.rows(number), *row)
-
-    def piece(self, x: jax.Array, number: int) -> jax.Array:
-        start, stop = self.bounds[number]
-        if self.is_rows:
-            return lax.index_in_dim(x, start, keepdims=False)
-        return lax.slice_in_dim(x, start, stop)
-
-    def joined(self, pieces: Sequence[jax.Array]) -> jax.Array:
-        return jnp.stack(pieces) if self.is_rows else jnp.concatenate(pieces)
 
 
 class _Loop:
@@ -146,62 +109,46 @@ class _Loop:
         read = self.equation.operand_shapes[first:]
         return _nbytes([*read, *made]) + self.row_bytes
 
-    def piece(self, rows: int | None, whole: Sequence[bool]) -> Graph:
-        """An iteration, or a loop over `rows` of them.
-
-        Its arguments are the first row's number, constants, carry and rows: those of
-        the piece, or all of them where `whole`. Its results are carry and rows.
-        """
+    def piece(self, rows: int | None) -> Graph:
+        """An iteration, or a loop over `rows` of them: of constants, carry and rows,
+        carry and rows."""
         jaxpr, params = self.equation.params["jaxpr"], self.equation.params
         body = jex_core.jaxpr_as_fun(jaxpr)
         avals = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=x.weak_type)
             for x in jaxpr.in_avals
         ]
+        if rows is None:
+            return trace_part(body, *avals)
         first, carries = len(self.consts), len(self.carry)
         second = first + carries
-        if rows is None:
-            return trace_part(lambda _, *operands: body(*operands), 0, *avals)
 
-        def loop(start: jax.Array, *operands: jax.Array) -> list[jax.Array]:
-            given, xs = operands[:first], operands[second:]
-
-            def iteration(carry: Any, x: Any) -> tuple[Any, Any]:
-                index, *own = x
-                own = iter(own)
-                row = [
-                    lax.dynamic_index_in_dim(x, start + index, keepdims=False)
-                    if is_whole
-                    else next(own)
-                    for x, is_whole in zip(xs, whole, strict=True)
-                ]
-                results = body(*given, *carry, *row)
+        def loop(*operands: jax.Array) -> list[jax.Array]:
+            def iteration(carry: Any, row: Any) -> tuple[Any, Any]:
+                results = body(*operands[:first], *carry, *row)
                 return results[:carries], results[carries:]
 
-            own = [x for x, is_whole in zip(xs, whole, strict=True) if not is_whole]
             final, stacked = lax.scan(
                 iteration,
                 list(operands[first:second]),
-                [jnp.arange(rows, dtype=jnp.int32), *own],
+                list(operands[second:]),
                 length=rows,
                 reverse=params["reverse"],
                 unroll=params["unroll"],
             )
             return [*final, *stacked]
 
-        for number, (aval, is_whole) in enumerate(
-            zip(avals[second:], whole, strict=True), second
-        ):
-            count = self.length if is_whole else rows
-            avals[number] = jax.ShapeDtypeStruct((count, *aval.shape), aval.dtype)
-        return trace_part(loop, jax.ShapeDtypeStruct((), jnp.int32), *avals)
+        avals[second:] = [
+            jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for x in avals[second:]
+        ]
+        return trace_part(loop, *avals)
 
 
 def _nbytes(shapes: Iterable[jax.ShapeDtypeStruct]) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes)
 
 
-def _cuts(graph: Graph) -> dict[int, _Cut]:
+def _cuts(graph: Graph) -> dict[int, Cut]:
     """How loops are cut, by their length."""
     least_bytes = LEAST_SHARE * sum(value.nbytes for value in graph.values)
     loops = defaultdict(list)
@@ -214,8 +161,7 @@ def _cuts(graph: Graph) -> dict[int, _Cut]:
             continue
         is_small = length * sum(loop.size for loop in each) <= MOST_EQUATIONS
         pieces = length if is_small else min(length, _square_root(each), MOST_PIECES)
-        ends = [length * number // pieces for number in range(pieces + 1)]
-        cuts[length] = _Cut(tuple(zip(ends, ends[1:], strict=False)))
+        cuts[length] = Cut.of(length, pieces)
     return cuts
 
 
@@ -229,7 +175,7 @@ def _square_root(loops: Sequence[_Loop]) -> int:
 
 
 class _Unroller:
-    def __init__(self, graph: Graph, cuts: dict[int, _Cut]):
+    def __init__(self, graph: Graph, cuts: dict[int, Cut]):
         self.graph, self.cuts = graph, cuts
         self.values = list(graph.values)
         self.constants = dict(graph.constants)
@@ -237,31 +183,82 @@ class _Unroller:
         self.instead: dict[Any, Any] = {}  # values by what they are now
         self.split: dict[int, list[Any]] = {}  # values that are made in pieces
         self.postponed: dict[int, Node] = {}  # makers of values not needed so far
-        self.slices: dict[tuple[int, int], int] = {}  # pieces of what is whole
+        self.slices: dict[int, dict[int, int]] = {}  # pieces of what is whole
+        self.needed: set[int] = set()  # of what is whole, that which is read so
         self.parts: dict[Any, tuple[Graph, dict[int, int]]] = {}
+        self.may_be_pieces = {
+            v
+            for v in set(graph.arguments) - graph.stored.keys() - {*graph.references}
+            if graph.values[v].shape[:1] and graph.values[v].shape[0] in cuts
+        }
 
     def result(self) -> Graph:
         graph = self.graph
         for node in graph.nodes:
             self.visit(node)
+        stacks = self.stacks()
         outputs: list[int] = []
         taken = {*graph.arguments, *self.constants}
         for value in graph.outputs:
-            now = self.whole(value)
+            now = value if value in stacks else self.whole(value)
             if isinstance(now, Literal) or now in taken:
                 (now,) = self.add(graph.values[value].name, False, jnp.copy, [now])
             taken.add(now)
             outputs.append(now)
+        landing = {self.whole(v): x for v, x in graph.landing.items()}
+        pieces = (x for v in graph.donated & stacks.keys() for x in stacks[v].values)
         return without_dead_code(
             dataclasses.replace(
                 graph,
                 values=tuple(self.values),
-                nodes=tuple(self.nodes),
+                nodes=(*self.sliced(stacks), *self.nodes),
                 outputs=tuple(outputs),
                 constants=self.constants,
-                landing={self.whole(v): x for v, x in graph.landing.items()},
+                donated=graph.donated.union(pieces),
+                landing=landing,
+                stacks=stacks,
             )
         )
+
+    def stacks(self) -> dict[int, Stack]:
+        """Arguments that are read in pieces only, and outputs that are made in pieces
+        and take the memory of such an argument, as `jax.jit` chooses it."""
+        graph, stacks = self.graph, {}
+        for value in (*graph.outputs, *graph.landing):
+            if value not in self.split:
+                self.whole(value)
+        for value in sorted(self.may_be_pieces & self.slices.keys() - self.needed):
+            cut = self.cuts[self.values[value].shape[0]]
+            pieces = (self.piece(value, number) for number in range(len(cut)))
+            stacks[value] = Stack(cut, tuple(pieces))
+        taken = {x for stack in stacks.values() for x in stack.values}
+        donated = defaultdict(list)
+        for value in graph.arguments:
+            if value in graph.donated:
+                donated[self.values[value].kind].append(value)
+        for value in graph.outputs:
+            olds = donated[self.values[value].kind]
+            old = olds.pop(0) if olds else None
+            pieces = self.split.get(value, ())
+            own = set(pieces) - taken
+            if old in stacks and len(own) == len(stacks[old].values):
+                stacks[value] = Stack(stacks[old].cut, tuple(pieces), old)
+                taken |= own
+        return stacks
+
+    def sliced(self, stacks: dict[int, Stack]) -> list[Node]:
+        """Nodes that make the pieces of arguments that are needed as a whole, too."""
+        before, self.nodes = self.nodes, []
+        for value in sorted(self.may_be_pieces & self.slices.keys() - stacks.keys()):
+            cut = self.cuts[self.values[value].shape[0]]
+            for number, piece in self.slices[value].items():
+                name = self.values[piece].name
+                (made,) = self.add(name, False, lambda x: cut.piece(x, number), [value])
+                last = self.nodes.pop()
+                equations = [e.renamed({made: piece}) for e in last.equations]
+                self.nodes.append(Node.of(last.name, equations, [piece]))
+        slices, self.nodes = self.nodes, before
+        return slices
 
     def visit(self, node: Node) -> None:
         (equation,) = node.equations
@@ -304,10 +301,12 @@ class _Unroller:
             (self.instead[value],) = self.add(
                 self.values[value].name,
                 False,
-                lambda *pieces: cut.joined(pieces),
+                lambda *pieces: cut.join(pieces),
                 self.split[value],
             )
             return self.instead[value]
+        else:
+            self.needed.add(value)
         return value
 
     def unroll(self, node: Node, loop: _Loop) -> None:
@@ -315,25 +314,16 @@ class _Unroller:
         cut, reverse = self.cuts[loop.length], loop.equation.params["reverse"]
         consts = [self.whole(x) for x in loop.consts]
         carry = [self.whole(x) for x in loop.carry]
-        # A loop over a part of the rows reads them where they are.
-        is_whole = [
-            not (cut.is_rows or x in self.split or x in self.postponed)
-            for x in loop.rows
-        ]
         made: dict[int, list[Any]] = {}
         for number in reversed(range(len(cut))) if reverse else range(len(cut)):
-            rows = [
-                self.whole(x) if whole else self.piece(x, number)
-                for x, whole in zip(loop.rows, is_whole, strict=True)
-            ]
+            rows = [self.piece(x, number) for x in loop.rows]
             count = None if cut.is_rows else cut.rows(number)
-            key = (loop.equation, count, *is_whole)
+            key = (loop.equation, count)
             if key not in self.parts:
-                self.parts[key] = loop.piece(count, is_whole), {}
-            start = Literal(np.int32(cut.bounds[number][0]))
+                self.parts[key] = loop.piece(count), {}
             name = f"{node.name}[{'-'.join(map(str, cut.bounds[number]))}]"
             results = self.splice(
-                self.parts[key], [start, *consts, *carry, *rows], name, node.backward
+                self.parts[key], [*consts, *carry, *rows], name, node.backward
             )
             carry, made[number] = results[: len(carry)], results[len(carry) :]
         for value, final in zip(loop.final, carry, strict=True):
@@ -347,14 +337,24 @@ class _Unroller:
             self.cut(value)
         if value in self.split:
             return self.split[value][number]
-        whole = self.whole(value)
-        if (whole, number) not in self.slices:
-            aval = self.values[whole]
-            cut = self.cuts[aval.shape[0]]
-            (self.slices[whole, number],) = self.add(
-                f"{aval.name}[{number}]", False, lambda x: cut.piece(x, number), [whole]
-            )
-        return self.slices[whole, number]
+        now = self.instead.get(value, value)
+        slices = self.slices.setdefault(now, {})
+        if number not in slices:
+            slices[number] = self.slice(now, number)
+        return slices[number]
+
+    def slice(self, value: int, number: int) -> int:
+        """A piece of a value that is whole, or of an argument, where it lies."""
+        about, cut = self.values[value], self.cuts[self.values[value].shape[0]]
+        name = f"{about.name}[{number}]"
+        if value in self.may_be_pieces:
+            shape = cut.shape(number, about.shape[1:])
+            nbytes = about.nbytes // about.shape[0] * cut.rows(number)
+            piece = dataclasses.replace(about, shape=shape, nbytes=nbytes)
+            return self.value(dataclasses.replace(piece, pageable=False), name)
+        operands = [self.whole(value)]
+        (piece,) = self.add(name, False, lambda x: cut.piece(x, number), operands)
+        return piece
 
     def cut(self, value: int) -> None:
         """Make a value that is postponed in pieces."""

@@ -35,7 +35,7 @@ class Rewriter:
         self.place = {number: (number, 0) for number in self.nodes}
         self.producer = dict(graph.producer)
         self.readers = [set(numbers) for numbers in graph.readers]
-        self._outputs = set(graph.outputs)
+        self._outputs = set(graph.leaving)
         self._instead: dict[int, int] = {}  # what a value was replaced by
         self._made: dict[tuple, int] = {}  # new values by what computes them
 
@@ -50,6 +50,10 @@ class Rewriter:
                 values=tuple(self.values),
                 nodes=tuple(self._renamed(self.nodes[number]) for number in order),
                 outputs=tuple(map(self._now, self.graph.outputs)),
+                stacks={
+                    v: dataclasses.replace(x, values=tuple(map(self._now, x.values)))
+                    for v, x in self.graph.stacks.items()
+                },
                 landing={self._now(v): x for v, x in self.graph.landing.items()},
                 rewritten=True,
             )

@@ -67,7 +67,7 @@ def checkpoints(graph: Graph, length: int | None = None) -> Stages:
             v
             for v in inside
             if graph.nodes[graph.producer[v]].repeatable
-            and v not in graph.outputs
+            and v not in graph.leaving
             and any(r >= forward for r in graph.readers[v])
             and not any(start + length <= r < forward for r in graph.readers[v])
         }

@@ -1,6 +1,7 @@
 """Items of a step that a search may leave out, and the step's graph without them."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -154,7 +155,12 @@ class Items:
         arguments = dict(zip(leaves.arguments, graph.arguments, strict=True))
         users: list[set[int | None]] = [set() for _ in graph.nodes]
         for item in (None, *sorted(self.all)):
-            ends = [v for leaf, v in outputs.items() if self._outputs[leaf] == item]
+            ends = [
+                x
+                for leaf, v in outputs.items()
+                if self._outputs[leaf] == item
+                for x in graph.pieces(v)
+            ]
             for node in _ancestors(graph, ends):
                 users[node].add(item)
         returned: dict[int, list[tuple[int, int | None]]] = {}
@@ -162,8 +168,9 @@ class Items:
             item = self._outputs[leaf]
             if item in self.all:
                 stays = self._instead.get(leaf)
-                pair = v, None if stays is None else arguments[stays]
-                returned.setdefault(item, []).append(pair)
+                olds = () if stays is None else graph.pieces(arguments[stays])
+                pairs = itertools.zip_longest(graph.pieces(v), olds)
+                returned.setdefault(item, []).extend(pairs)
         return Choice(
             self.gains,
             [
