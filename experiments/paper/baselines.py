@@ -10,6 +10,7 @@ neither is the authors' code.
 """
 
 import bisect
+import dataclasses
 import functools
 import time
 
@@ -35,8 +36,9 @@ class _PageFirst(Eviction):
     any more is rematerialised."""
 
     def options(self, value, stage, life):
-        for how, cost in super().options(value, stage, life):
-            yield how, 0.0 if how == "page" else cost
+        for option in super().options(value, stage, life):
+            is_page = option.how == "page"
+            yield dataclasses.replace(option, cost=0.0) if is_page else option
 
 
 def capuchin(graph: Graph, costs: Costs, budget: Budget) -> Plan:

@@ -158,9 +158,7 @@ class _Walk:
         stacks = self.graph.stacks.values()
         given = {v for stack in stacks if stack.over is None for v in stack.values}
         self.lying = {v: seat for v, seat in self.graph.seats.items() if v in given}
-        self.heirs = {
-            seat: v for v, seat in self.graph.seats.items() if v not in given
-        }
+        self.heirs = {seat: v for v, seat in self.graph.seats.items() if v not in given}
         self.places: Any = inputs[count] if emitted.pages else None
         self.last: list[Any] = []  # what the next stage is to wait for
         self.paged: dict[int, Any] = {}  # records of pages, or the pages

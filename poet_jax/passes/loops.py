@@ -6,6 +6,7 @@ and what reads a stacked array element by element reads these.
 """
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -20,10 +21,11 @@ from poet_jax.core.equation import Equation, Inner, Literal
 from poet_jax.core.graph import Graph, Node, Value
 from poet_jax.core.stack import Cut, Stack
 from poet_jax.core.trace import trace_part, without_dead_code
+from poet_jax.passes.rewriter import require_single_equations
 from poet_jax.passes.streaming import ELEMENTWISE
 
-# Loops with more equations than this in all iterations are cut into pieces that are
-# loops, and not into more than these: a planner takes a graph of some thousand nodes.
+# Loops with more equations in all iterations, or with more iterations, are cut into
+# pieces that are loops: a planner takes a graph of some thousand nodes.
 MOST_EQUATIONS = 10_000
 MOST_PIECES = 64
 
@@ -41,18 +43,32 @@ _COMBINE: dict[str, Callable] = {
 }
 
 
-def unroll(graph: Graph) -> Graph:
+def unroll(
+    graph: Graph,
+    *,
+    most_equations: int = MOST_EQUATIONS,
+    most_pieces: int = MOST_PIECES,
+) -> Graph:
     """`graph` with each `scan` of many bytes as a chain of pieces.
 
-    A piece is one iteration, evaluated in the graph, where all loops of one length have
-    together few enough equations, and else a loop over a part of the iterations.
+    A piece is one iteration, evaluated in the graph, where there are few enough of them
+    and of their equations; else it is a loop over a part of the iterations.
     Stacked arrays that loops make become arrays of their pieces; elementwise operations
     and reductions of these, as of an optimizer, go from piece to piece. Anything else
     reads the arrays joined. Loops with an effect stay as they are.
 
     Sums over all iterations are rounded as the sum of the sums over pieces.
+
+    Args:
+      most_equations: in all iterations of the loops of one length.
+      most_pieces: of a loop. With more pieces a step needs less memory, and takes
+        longer to plan and to compile.
     """
-    cuts = {} if graph.stacks else _cuts(graph)
+    if graph.stacks:  # was here before
+        return graph
+    cuts = _cuts(graph, most_equations, most_pieces)
+    if cuts:
+        require_single_equations(graph)
     return _Unroller(graph, cuts).result() if cuts else graph
 
 
@@ -80,9 +96,10 @@ class _Loop:
     @classmethod
     def of(cls, node: Node) -> "_Loop | None":
         """The loop that a node is, if it is one that may be cut."""
+        if len(node.equations) != 1 or not node.repeatable:
+            return None
         (equation,) = node.equations
-        is_loop = equation.primitive.name == "scan" and node.repeatable
-        return cls(equation) if is_loop else None
+        return cls(equation) if equation.primitive.name == "scan" else None
 
     @property
     def size(self) -> int:
@@ -148,7 +165,7 @@ def _nbytes(shapes: Iterable[jax.ShapeDtypeStruct]) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes)
 
 
-def _cuts(graph: Graph) -> dict[int, Cut]:
+def _cuts(graph: Graph, most_equations: int, most_pieces: int) -> dict[int, Cut]:
     """How loops are cut, by their length."""
     least_bytes = LEAST_SHARE * sum(value.nbytes for value in graph.values)
     loops = defaultdict(list)
@@ -159,8 +176,9 @@ def _cuts(graph: Graph) -> dict[int, Cut]:
     for length, each in loops.items():
         if length < 2 or sum(loop.nbytes for loop in each) < least_bytes:
             continue
-        is_small = length * sum(loop.size for loop in each) <= MOST_EQUATIONS
-        pieces = length if is_small else min(length, _square_root(each), MOST_PIECES)
+        equations = length * sum(loop.size for loop in each)
+        is_short = length <= most_pieces and equations <= most_equations
+        pieces = length if is_short else min(length, _square_root(each), most_pieces)
         cuts[length] = Cut.of(length, pieces)
     return cuts
 
@@ -206,12 +224,13 @@ class _Unroller:
             taken.add(now)
             outputs.append(now)
         landing = {self.whole(v): x for v, x in graph.landing.items()}
+        nodes = (*self.sliced(stacks), *self.nodes)
         pieces = (x for v in graph.donated & stacks.keys() for x in stacks[v].values)
         return without_dead_code(
             dataclasses.replace(
                 graph,
                 values=tuple(self.values),
-                nodes=(*self.sliced(stacks), *self.nodes),
+                nodes=nodes,
                 outputs=tuple(outputs),
                 constants=self.constants,
                 donated=graph.donated.union(pieces),
@@ -253,7 +272,9 @@ class _Unroller:
             cut = self.cuts[self.values[value].shape[0]]
             for number, piece in self.slices[value].items():
                 name = self.values[piece].name
-                (made,) = self.add(name, False, lambda x: cut.piece(x, number), [value])
+                (made,) = self.add(
+                    name, False, functools.partial(cut.piece, number=number), [value]
+                )
                 last = self.nodes.pop()
                 equations = [e.renamed({made: piece}) for e in last.equations]
                 self.nodes.append(Node.of(last.name, equations, [piece]))
@@ -323,7 +344,11 @@ class _Unroller:
                 self.parts[key] = loop.piece(count), {}
             name = f"{node.name}[{'-'.join(map(str, cut.bounds[number]))}]"
             results = self.splice(
-                self.parts[key], [*consts, *carry, *rows], name, node.backward
+                self.parts[key],
+                [*consts, *carry, *rows],
+                name,
+                node.backward,
+                is_opened=count is None,
             )
             carry, made[number] = results[: len(carry)], results[len(carry) :]
         for value, final in zip(loop.final, carry, strict=True):
@@ -442,8 +467,13 @@ class _Unroller:
         operands: Sequence[Any],
         name: str,
         backward: bool,
+        is_opened: bool = False,
     ) -> list[Any]:
-        """What `operands` make of a part; its nodes become nodes of this graph."""
+        """What `operands` make of a part; its nodes become nodes of this graph, named
+        after themselves, too, if it `is_opened`.
+
+        They may run again, as the loop may.
+        """
         graph, constants = part
         for v, array in graph.constants.items():
             if v not in constants:
@@ -452,11 +482,19 @@ class _Unroller:
         known: dict[Any, Any] = {**constants}
         known.update(zip(graph.arguments, operands, strict=True))
         for node in graph.nodes:
-            scope = name if len(graph.nodes) == 1 else f"{name}/{node.name}"
+            scope = f"{name}/{node.name}" if is_opened else name
             for v in node.writes:
                 known[v] = self.value(graph.values[v], scope)
+            known |= {
+                x: Inner() for e in node.equations for x in e.results if x not in known
+            }
             equations = [
-                e.renamed(known | {x: Inner() for x in e.results if x not in known})
+                dataclasses.replace(
+                    e.renamed(
+                        known | {x: Inner() for x in e.results if x not in known}
+                    ),
+                    unknown=frozenset(),
+                )
                 for e in node.equations
             ]
             writes = [known[v] for v in node.writes]

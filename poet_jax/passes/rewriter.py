@@ -9,6 +9,16 @@ from poet_jax.core.graph import Graph, Node
 from poet_jax.core.trace import trace, without_dead_code
 
 
+def require_single_equations(graph: Graph) -> None:
+    """Raise ValueError for a graph whose nodes hold several equations."""
+    if any(len(node.equations) > 1 for node in graph.nodes):
+        raise ValueError(
+            "A pass over single equations was given a graph whose nodes hold "
+            "several. It sees them one by one, before they are grouped. Put it "
+            "before group in passes=."
+        )
+
+
 class Rewriter:
     """What passes over single equations have in common.
 
@@ -23,12 +33,7 @@ class Rewriter:
     """
 
     def __init__(self, graph: Graph):
-        if any(len(node.equations) > 1 for node in graph.nodes):
-            raise ValueError(
-                "A pass over single equations was given a graph whose nodes hold "
-                "several. It sees them one by one, before they are grouped. Put it "
-                "before group in passes=."
-            )
+        require_single_equations(graph)
         self.graph = graph
         self.values = list(graph.values)
         self.nodes = dict(enumerate(graph.nodes))

@@ -13,11 +13,11 @@ LEAST_SHARE = 0.02  # of the need; less is not worth a word
 def remedies(graph: Graph, need_bytes: int) -> list[str]:
     """What to use for less memory, what saves most first, with about how much that
     is."""
-    loop, kept_bytes = _largest_loop(graph)
+    about_loops, kept_bytes = _largest_loop(graph)
     found = {
         "donate_argnums for the state that the step replaces": _replaceable(graph),
         "poet_jax.to_storage for the state": _movable(graph),
-        f"jax.checkpoint in the body of {loop}": kept_bytes,
+        about_loops: kept_bytes,
     }
     worth = {name: n for name, n in found.items() if n > LEAST_SHARE * need_bytes}
     return [
@@ -60,9 +60,12 @@ def _movable(graph: Graph) -> int:
 
 
 def _largest_loop(graph: Graph) -> tuple[str, int]:
-    """The loop that keeps most for another one, and how many bytes."""
+    """What to do about the loop that keeps most for another one, and how many bytes.
+
+    A loop in pieces has a node for each, named by its first and last iteration.
+    """
     loops = {
-        n
+        n: node.name
         for n, node in enumerate(graph.nodes)
         if any(e.primitive.name in ("scan", "while") for e in node.equations)
     }
@@ -72,11 +75,16 @@ def _largest_loop(graph: Graph) -> tuple[str, int]:
             sum(
                 _nbytes(graph.values[v])
                 for v in graph.nodes[n].writes
-                if v not in returned and loops.intersection(graph.readers[v])
+                if v not in returned and not loops.keys().isdisjoint(graph.readers[v])
             ),
-            graph.nodes[n].name,
+            name,
         )
-        for n in loops
+        for n, name in loops.items()
     ]
     nbytes, name = max(kept, default=(0, ""))
-    return name, nbytes
+    whole, piece, _ = name.partition("[")
+    if not piece:
+        return f"jax.checkpoint in the body of {name}", nbytes
+    pieces = sum(x.startswith(f"{whole}[") for x in set(loops.values()))
+    unroll = f"functools.partial(poet_jax.passes.unroll, most_pieces={2 * pieces})"
+    return f"{unroll} in passes=, for shorter pieces of {whole}", nbytes // 2

@@ -196,12 +196,12 @@ class Eviction:
     def total(self, values: Iterable[int]) -> int:
         return int(sum(self.costs.nbytes[v] for v in values))
 
-    def options(self, value: int, stage: int, life: "Life") -> "Iterator[_Option]":
+    def options(self, value: int, stage: int, life: "Life") -> "Iterator[Option]":
         """Ways to bring `value` back at `stage`."""
         there = self.stages.page_ins[stage]
         if self.paging and self.graph.values[value].pageable and value not in there:
             out = 0.0 if value in self.stages.page_outs else float(self.out_cost[value])
-            yield _Option("page", out + float(self.in_cost[value]), {value})
+            yield Option("page", out + float(self.in_cost[value]), {value})
         if not self.remat:
             return
         before = self.stages.reruns[stage]
@@ -210,7 +210,7 @@ class Eviction:
             if repeat and not (repeat.reruns <= before and repeat.page_ins <= there):
                 cost = sum(float(self.node_cost[n]) for n in repeat.reruns - before)
                 cost += sum(float(self.in_cost[v]) for v in repeat.page_ins)
-                yield _Option(how, cost, repeat.made, repeat.held)
+                yield Option(how, cost, repeat.made, repeat.held)
                 if not repeat.is_deep:
                     return
 
@@ -266,9 +266,15 @@ class _Repeat:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Option:
-    """A way to bring a value back: what it costs, what else it makes, and what has to
-    stay in RAM instead."""
+class Option:
+    """A way to bring a value back.
+
+    Attributes:
+      how: "page", "remat", or "hold" for a repeat of its node alone.
+      cost: in the objective's unit.
+      made: values that come with it.
+      held: values that have to stay in RAM for it.
+    """
 
     how: str
     cost: float

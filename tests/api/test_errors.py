@@ -1,5 +1,6 @@
 """An error says what is wrong, what is possible and what to use; nothing is left."""
 
+import functools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from jax import lax
 from toy import OPTIONS, W, X, gradient, schedule
 
 import poet_jax
+from poet_jax.passes import PASSES, unroll
 
 # Budgets.
 
@@ -70,14 +72,24 @@ def stacked(ws, x):
 
 def test_what_would_lower_the_need_is_named_with_its_bytes():
     ws, x = jnp.zeros((8, 64, 64)), jnp.zeros((512, 64))
-    said = str(too_small(stacked, ws, x))
+    said = str(too_small(stacked, ws, x, passes=PASSES[1:]))
     kept = re.search(r"jax.checkpoint in the body of \S+scan \((\S+) MiB\)", said)
     assert kept and float(kept[1]) >= 1.0  # hidden values of eight iterations
     assert "donate_argnums for the state that the step replaces (128.0 KiB)" in said
     said = str(too_small(stacked, ws, x, donate_argnums=0))
-    assert "donate_argnums" not in said
+    assert "donate_argnums" not in said and "jax.checkpoint" not in said
     said = str(too_small(lambda x: jnp.sum(x**2), x))
     assert "jax.checkpoint" not in said and "donate_argnums" not in said
+
+
+def test_shorter_pieces_of_a_loop_are_advised_and_need_less():
+    ws, x = jnp.zeros((64, 32, 32)), jnp.zeros((256, 32))
+    coarse = functools.partial(unroll, most_pieces=4)
+    error = too_small(stacked, ws, x, passes=(coarse, *PASSES[1:]))
+    (most,) = re.findall(r"poet_jax.passes.unroll, most_pieces=(\d+)\)", str(error))
+    finer = functools.partial(unroll, most_pieces=int(most))
+    better = too_small(stacked, ws, x, passes=(finer, *PASSES[1:]))
+    assert better.smallest_bytes < 0.8 * error.smallest_bytes
 
 
 @pytest.mark.parametrize("library", ["nnx", "linen"])
