@@ -199,8 +199,8 @@ class _Unroller:
         self.constants = dict(graph.constants)
         self.nodes: list[Node] = []
         self.instead: dict[Any, Any] = {}  # values by what they are now
-        self.split: dict[int, list[Any]] = {}  # values that are made in pieces
-        self.postponed: dict[int, Node] = {}  # makers of values not needed so far
+        self.split: dict[Any, list[Any]] = {}  # values that are made in pieces
+        self.postponed: dict[Any, Node] = {}  # makers of values not needed so far
         self.slices: dict[int, dict[int, int]] = {}  # pieces of what is whole
         self.needed: set[int] = set()  # of what is whole, that which is read so
         self.parts: dict[Any, tuple[Graph, dict[int, int]]] = {}
@@ -381,7 +381,7 @@ class _Unroller:
         (piece,) = self.add(name, False, lambda x: cut.piece(x, number), operands)
         return piece
 
-    def cut(self, value: int) -> None:
+    def cut(self, value: Any) -> None:
         """Make a value that is postponed in pieces."""
         node = self.postponed.pop(value)
         (equation,) = node.equations
@@ -413,7 +413,8 @@ class _Unroller:
 
     def reduce(self, node: Node, equation: Equation) -> None:
         """A reduction of what is in pieces."""
-        (operand,), (result,) = equation.operands, equation.results
+        operand: Any = equation.operands[0]
+        (result,) = equation.results
         cut = self.cuts[self.values[operand].shape[0]]
         axes = equation.params["axes"]
         own = tuple(x - cut.is_rows for x in axes if x or not cut.is_rows)
