@@ -24,10 +24,11 @@ from poet_jax.core.trace import trace_part, without_dead_code
 from poet_jax.passes.rewriter import require_single_equations
 from poet_jax.passes.streaming import ELEMENTWISE
 
-# Loops with more equations in all iterations, or with more iterations, are cut into
-# pieces that are loops: a planner takes a graph of some thousand nodes.
+# Loops with more equations in all iterations, or with more than twice as many iterations
+# as pieces, are cut into pieces that are loops. More pieces need less memory, but what a
+# planner finds in some seconds is worse then.
 MOST_EQUATIONS = 10_000
-MOST_PIECES = 64
+MOST_PIECES = 32
 
 # Loops that touch a smaller share of all bytes have nothing to plan for.
 LEAST_SHARE = 1 / 64
@@ -61,8 +62,8 @@ def unroll(
 
     Args:
       most_equations: in all iterations of the loops of one length.
-      most_pieces: of a loop. With more pieces a step needs less memory, and takes
-        longer to plan and to compile.
+      most_pieces: of a loop of more than twice as many iterations. With more pieces a
+        step needs less memory, and takes longer to plan and to compile.
     """
     if graph.stacks:  # was here before
         return graph
@@ -177,7 +178,7 @@ def _cuts(graph: Graph, most_equations: int, most_pieces: int) -> dict[int, Cut]
         if length < 2 or sum(loop.nbytes for loop in each) < least_bytes:
             continue
         equations = length * sum(loop.size for loop in each)
-        is_short = length <= most_pieces and equations <= most_equations
+        is_short = length <= 2 * most_pieces and equations <= most_equations
         pieces = length if is_short else min(length, _square_root(each), most_pieces)
         cuts[length] = Cut.of(length, pieces)
     return cuts

@@ -1,0 +1,243 @@
+"""Training through loops: a budget beside what JAX offers for a scan.
+
+    python -m experiments.benchmarks.loops
+    python -m experiments.benchmarks.loops --models=lstm,wave --shares=10
+    python -m experiments.benchmarks.loops --plot
+
+The first command runs each step in 50 and 10 % of what keep-all needs and in 5 %, or
+the smallest budget that works, in a process of its own and in turns with `jax.jit` of
+the same step, with `jax.checkpoint` around the body, and with two nested scans of which
+the inner one is checkpointed. It writes each row to
+experiments/results/loops/loops.csv as soon as it is measured. All of it takes about
+half an hour on two cores. The third command draws loops.png.
+
+| | loop | trained |
+|---|---|---|
+| gpt12, gpt24, gpt48 | causal decoder of 12, 24, 48 stacked layers, width 128 | AdamW |
+| lstm | LSTM of 1,000 steps, width 128, that adds up marked numbers | Adam |
+| ode | neural ODE of 2,000 steps of Heun's rule, width 64 | Adam |
+| wave | wave equation on 64 x 64 points, 10,000 steps, for its speed | Adam |
+
+Columns are those of `experiments.benchmarks.measuring.measure_step`. Expect
+compiled_bytes at most budget_bytes in every row, and in 10 % a ratio of at most that of
+the nested scans (nested_ratio) in less memory (nested_bytes).
+"""
+
+import math
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from absl import app
+from jax import lax
+
+from experiments.benchmarks import measuring
+from experiments.program import program
+from experiments.steps import Case, TrainingStep
+from poet_jax.viz.figures import drawn
+
+measuring.step_flags(
+    "loops", shares=f"50,10,{measuring.LEAST}", seconds=6.0, time_limit=6.0
+)
+BESIDE = ("checkpoint", "nested")
+COLUMNS = (
+    *measuring.STEP_COLUMNS,
+    *(f"{name}_{what}" for name in BESIDE for what in ("bytes", "ratio")),
+)
+
+Scan = Callable[..., Any]  # as `lax.scan`, of (body, carry, rows, length)
+
+
+def checkpoint(body, carry, rows, length):
+    """A scan that keeps what one iteration hands to the next."""
+    return lax.scan(jax.checkpoint(body), carry, rows, length)
+
+
+def nested(body, carry, rows, length):
+    """Two scans, the inner one checkpointed, of about equal lengths."""
+    inner = max(n for n in range(1, math.isqrt(length) + 1) if length % n == 0)
+    outer = length // inner
+
+    @jax.checkpoint
+    def part(carry, rows):
+        return lax.scan(body, carry, rows, inner)
+
+    split = jax.tree.map(lambda x: x.reshape(outer, inner, *x.shape[1:]), rows)
+    carry, results = lax.scan(part, carry, split, outer)
+    return carry, jax.tree.map(lambda x: x.reshape(length, *x.shape[2:]), results)
+
+
+def gpt(layers: int, scan: Scan, width: int = 128, heads: int = 4, words: int = 256):
+    """A causal decoder that says the next of a few random bytes."""
+
+    def init():
+        keys = iter(jax.random.split(jax.random.key(0), 8))
+
+        def draw(*shape):
+            return jax.random.normal(next(keys), shape) / math.sqrt(shape[-2])
+
+        block = {
+            "qkv": draw(layers, width, 3 * width),
+            "out": draw(layers, width, width) / layers,
+            "up": draw(layers, width, 4 * width),
+            "down": draw(layers, 4 * width, width) / layers,
+            "scales": jnp.ones((layers, 2, width)),
+        }
+        params = {"block": block, "words": draw(words, width)}
+        return params, (), jax.random.randint(next(keys), (8, 129), 0, words)
+
+    def norm(x, scale):
+        return scale * x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+
+    def layer(x, p):
+        q, k, v = jnp.split(norm(x, p["scales"][0]) @ p["qkv"], 3, -1)
+        shape = *x.shape[:2], heads, width // heads
+        q, k, v = (y.reshape(shape) for y in (q, k, v))
+        mixed = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        x = x + mixed.reshape(x.shape) @ p["out"]
+        return x + jax.nn.gelu(norm(x, p["scales"][1]) @ p["up"]) @ p["down"], None
+
+    def loss(params, rest, tokens):
+        x = params["words"][tokens[:, :-1]]
+        x, _ = scan(layer, x, params["block"], layers)
+        logits = x @ params["words"].T
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
+        return jnp.mean(losses), rest
+
+    return TrainingStep.of(Case(init, loss), optax.adamw(1e-3))
+
+
+def lstm(scan: Scan, steps: int = 1000, width: int = 128, batch: int = 16):
+    """An LSTM that adds up the marked ones of a sequence of numbers."""
+
+    def init():
+        key = jax.random.key(0)
+        numbers = jax.random.uniform(key, (steps, batch, 1))
+        marked = jax.random.bernoulli(key, 2 / steps, numbers.shape)
+        rows = jnp.concatenate([numbers, marked], -1)
+        kernel = jax.random.normal(key, (2 + width, 4 * width)) / math.sqrt(width)
+        return (kernel, jnp.zeros((width, 1))), (), rows
+
+    def loss(params, rest, rows):
+        kernel, head = params
+
+        def cell(carry, x):
+            h, c = carry
+            i, f, g, o = jnp.split(jnp.concatenate([x, h], -1) @ kernel, 4, -1)
+            c = jax.nn.sigmoid(f + 1) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            return (jax.nn.sigmoid(o) * jnp.tanh(c), c), None
+
+        zeros = jnp.zeros((batch, width))
+        (h, _), _ = scan(cell, (zeros, zeros), rows, steps)
+        total = jnp.sum(rows[..., 0] * rows[..., 1], 0)
+        return jnp.mean((jnp.squeeze(h @ head, -1) - total) ** 2), rest
+
+    return TrainingStep.of(Case(init, loss), optax.adam(1e-3))
+
+
+def ode(scan: Scan, steps: int = 2000, width: int = 64, batch: int = 64):
+    """A field of velocities that carries one cloud of points to another."""
+
+    def init():
+        keys = jax.random.split(jax.random.key(0), 4)
+        params = {
+            "up": jax.random.normal(keys[0], (2, width)),
+            "mid": jax.random.normal(keys[1], (width, width)) / math.sqrt(width),
+            "down": jax.random.normal(keys[2], (width, 2)) / width,
+        }
+        return params, (), jax.random.normal(keys[3], (batch, 2))
+
+    def loss(params, rest, start):
+        def velocity(x):
+            return jnp.tanh(jnp.tanh(x @ params["up"]) @ params["mid"]) @ params["down"]
+
+        def heun(x, _):
+            first = velocity(x)
+            second = velocity(x + first / steps)
+            return x + (first + second) / (2 * steps), None
+
+        end, _ = scan(heun, start, None, steps)
+        return jnp.mean((end - jnp.sign(start)) ** 2), rest
+
+    return TrainingStep.of(Case(init, loss), optax.adam(1e-3))
+
+
+def wave(scan: Scan, steps: int = 10_000, points: int = 64):
+    """The speed of a wave at each point, from what is seen of it at the end."""
+
+    def init():
+        grid = jnp.arange(points)
+        place = (grid[:, None] - points / 2) ** 2 + (grid - points / 3) ** 2
+        return jnp.full((points, points), 0.2), (), jnp.exp(-place / 20.0)
+
+    def loss(speed, rest, start):
+        def leap(carry, _):
+            now, before = carry
+            around = sum(jnp.roll(now, by, axis) for by in (1, -1) for axis in (0, 1))
+            return (2 * now - before + speed * (around - 4 * now), now), None
+
+        (end, _), _ = scan(leap, (start, start), None, steps)
+        return jnp.mean((end - jnp.roll(start, 5, 0)) ** 2), rest
+
+    return TrainingStep.of(Case(init, loss), optax.adam(1e-3))
+
+
+MODELS: Mapping[str, Callable[[Scan], TrainingStep]] = {
+    **{f"gpt{n}": lambda scan, n=n: gpt(n, scan) for n in (12, 24, 48)},
+    "lstm": lstm,
+    "ode": ode,
+    "wave": wave,
+}
+CASES = {
+    name: lambda make=make: make(lambda *args: lax.scan(*args))
+    for name, make in MODELS.items()
+}
+
+
+def beside(model: str) -> dict[str, Callable[..., Any]]:
+    """The same step with what JAX offers instead of a budget."""
+    ways = {"checkpoint": checkpoint, "nested": nested}
+    return {name: MODELS[model](ways[name]).step for name in BESIDE}
+
+
+def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
+    """Time over memory of each step, as parts of those of `jax.jit`."""
+    rows = [row for row in rows if row["ratio"]]
+    names = [name for name in MODELS if name in {row["model"] for row in rows}]
+    colours = {"checkpoint": "#E69F00", "nested": "#009E73"}
+    with drawn(path, 1.2 + 2.0 * math.ceil(len(names) / 2)) as figure:
+        axes = figure.subplots(math.ceil(len(names) / 2), 2, squeeze=False)
+        for axis, name in zip(axes.flat, names, strict=False):
+            own = [row for row in rows if row["model"] == name]
+            jit_bytes = float(own[0]["jit_bytes"])
+            points = sorted(
+                (float(row["compiled_bytes"]) / jit_bytes, float(row["ratio"]))
+                for row in own
+            )
+            label = "poet_jax, in a budget"
+            axis.plot(*zip(*points, strict=True), "o-", color="#0072B2", label=label)
+            for way, colour in colours.items():
+                used = float(own[0][f"{way}_bytes"]) / jit_bytes
+                style = {"color": colour, "label": f"jax.checkpoint, {way}"}
+                axis.plot([used], [float(own[0][f"{way}_ratio"])], "s", **style)
+            axis.plot([1], [1], "k*", label="jax.jit")
+            axis.set_xscale("log")
+            axis.set_title(name)
+            axis.set_xlabel("memory over jax.jit's")
+            axis.set_ylabel("time over jax.jit's")
+        for axis in axes.flat[len(names) :]:
+            axis.set_axis_off()
+        handles = axes.flat[0].get_legend_handles_labels()
+        figure.legend(*handles, loc="outside upper center", ncols=2)
+
+
+@program
+def main() -> None:
+    measuring.run_steps(CASES, plot, file="loops", columns=COLUMNS, beside=beside)
+
+
+if __name__ == "__main__":
+    app.run(main)
