@@ -24,8 +24,8 @@ from poet_jax.core.trace import trace_part, without_dead_code
 from poet_jax.passes.rewriter import require_single_equations
 from poet_jax.passes.streaming import ELEMENTWISE
 
-# Loops with more equations in all iterations, or with more than twice as many iterations
-# as pieces, are cut into pieces that are loops. More pieces need less memory, but what a
+# Loops with more equations in all iterations, or more than twice as many iterations as
+# pieces, are cut into pieces that are loops. More pieces need less memory, but what a
 # planner finds in some seconds is worse then.
 MOST_EQUATIONS = 10_000
 MOST_PIECES = 32
