@@ -13,6 +13,7 @@ from flax import struct
 from poet_jax.api.effects import Effects
 from poet_jax.api.schedule import Schedule
 from poet_jax.api.state import init_paged
+from poet_jax.api.transform import Scheduled
 from poet_jax.api.transform import schedule as schedule_function
 from poet_jax.core.plan import BudgetLike
 from poet_jax.emit.executor import Run
@@ -23,6 +24,12 @@ from poet_jax.flax.losses import (
     donatable,
     explained,
     scalar_and_aux,
+)
+from poet_jax.flax.microbatches import (
+    Microbatches,
+    Steps,
+    gradients,
+    refuse_statistics,
 )
 from poet_jax.stores.store import Store
 from poet_jax.update.items import ArrayStep
@@ -99,15 +106,21 @@ class TrainStep:
         loss_fn: LossFn | None,
         optimizer: optax.GradientTransformation | None,
         update: UpdateLike | None = None,
+        microbatches: Microbatches = 1,
         **options: Any,
     ):
         self.module = module
         self.scheme = None if update is None else parse_update(update)
         self.optimizer = optimizer if optimizer is not None else default_optimizer()
         self._loss_fn = loss_fn if loss_fn is not None else default_loss
-        self._scheduled = schedule_function(
-            self.update, budget, donate_argnums=0, **options
-        )
+
+        def scheduled(count: int) -> Scheduled:
+            def update(state: TrainState, batch: Any) -> Any:
+                return self.update(state, batch, microbatches=count)
+
+            return schedule_function(update, budget, donate_argnums=0, **options)
+
+        self._steps = Steps(scheduled, microbatches)
 
     def init(
         self, key: jax.Array, batch: Any, store: Store | None = None
@@ -163,22 +176,36 @@ class TrainStep:
         loss, aux = scalar_and_aux(self._loss_fn(model, batch))
         return loss, (aux, model.collections)
 
-    def update(self, state: TrainState, batch: Any):
-        """The step as a plain function, to run with `jax.jit` without a budget."""
+    @property
+    def microbatches(self) -> int:
+        """In how many parts a batch is computed; of "auto", so far."""
+        return self._steps.count
+
+    def update(
+        self, state: TrainState, batch: Any, *, microbatches: int | None = None
+    ) -> tuple[TrainState, dict[str, Any]]:
+        """The step as a plain function, to run with `jax.jit` without a budget.
+
+        `microbatches` are the step's by default.
+        """
+        count = self.microbatches if microbatches is None else microbatches
+        refuse_statistics(state.collections.get("batch_stats"), count)
         key = jax.random.fold_in(state.key, state.step)
         part, trainable = state.part, state.part.split(state.params)
 
-        def loss_of(trainable):
+        def loss_of(trainable, collections, batch, number):
             params = part.merge(trainable, state.params)
-            return self._loss(params, state.collections, key, batch)
+            own = key if number is None else jax.random.fold_in(key, number)
+            return self._loss(params, collections, own, batch)
 
-        gradient_of = jax.value_and_grad(loss_of, has_aux=True)
-        (loss, (aux, collections)), gradients = gradient_of(trainable)
+        (loss, (aux, collections)), grads = gradients(
+            loss_of, trainable, state.collections, batch, count
+        )
         if self.scheme is not None and self.scheme.statistics == "keep":
             kept = {"batch_stats"} & state.collections.keys()
             collections |= {name: state.collections[name] for name in kept}
         update, moments = self.optimizer.update, state.opt_state
-        updates, moments = update(gradients, moments, trainable)
+        updates, moments = update(grads, moments, trainable)
         trainable = optax.apply_updates(trainable, updates)
         params, part = part.replace(trainable, state.params)
         new_state = state.replace(
@@ -193,29 +220,39 @@ class TrainStep:
 
     def plan(self, state: TrainState, batch: Any) -> Schedule:
         """The schedule for a state and a batch like these, arrays or shapes."""
-        return self._told(self._scheduled.plan, state, batch)
+        return self._told(lambda scheduled: scheduled.plan, state, batch)
 
     def array_step(self, state: TrainState, batch: Any) -> ArrayStep:
         """The step as a function of arrays, for `update.search`."""
         inside = ("0/0", "0"), "params"
         args = state, batch
-        return ArrayStep(self._scheduled, args, self.scheme, state.part, *inside)
+        return ArrayStep(self._steps.scheduled, args, self.scheme, state.part, *inside)
 
     def effects(self, state: TrainState, batch: Any) -> Effects:
         """Effects of each pass on the step's graph; see `Scheduled.effects`."""
-        return self._scheduled.effects(state, batch)
+        return self._steps.scheduled.effects(state, batch)
 
     @property
     def last_run(self) -> Run | None:
         """Measurements of the latest step; None before the first."""
-        return self._scheduled.last_run
+        return self._steps.scheduled.last_run
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, dict]:
-        return self._told(self._scheduled, donatable(state, batch), batch)
+        state = donatable(state, batch)
+        return self._told(lambda scheduled: scheduled, state, batch)
 
-    def _told(self, call: Callable, state: TrainState, batch: Any) -> Any:
-        with explained(self.scheme is None, lambda: (state.params, state.opt_state)):
-            return call(state, batch)
+    def _told(
+        self, how: Callable[[Scheduled], Callable], state: TrainState, batch: Any
+    ) -> Any:
+        statistics = state.collections.get("batch_stats")
+        with explained(
+            lambda: (state.params, state.opt_state),
+            trains_all=self.scheme is None,
+            may_split=lambda: self._steps.may_split(batch, statistics),
+        ):
+            return self._steps.run(
+                lambda scheduled: how(scheduled)(state, batch), batch
+            )
 
 
 class _Initialiser:

@@ -21,11 +21,15 @@ def default_optimizer() -> optax.GradientTransformation:
 
 
 @contextlib.contextmanager
-def explained(trains_all: bool, trained: Callable[[], Any]) -> Iterator[None]:
-    """Errors of a step say what its loss takes, and what training a part would save.
+def explained(
+    trained: Callable[[], Any], *, trains_all: bool, may_split: Callable[[], bool]
+) -> Iterator[None]:
+    """Errors of a step say what its loss takes, and what training a part, or
+    microbatches where it `may_split` the batch, would save.
 
-    That is at most the gradients, and what the optimizer keeps: as many bytes as
-    parameters and optimizer state, which `trained` gives.
+    A part saves at most the gradients, and what the optimizer keeps: as many bytes as
+    parameters and optimizer state, which `trained` gives. Two microbatches save about
+    half of what is in RAM beside these.
     """
     try:
         yield
@@ -33,17 +37,21 @@ def explained(trains_all: bool, trained: Callable[[], Any]) -> Iterator[None]:
         error.add_note(LOSS_FN)
         raise
     except BudgetTooSmall as error:
-        if not trains_all:
+        leaves = jax.tree.leaves(trained())
+        state = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        more = []
+        if trains_all:
+            part = "update= to train a part of the parameters"
+            more.append(f"{part} (up to {format_bytes(state)})")
+        beside = error.smallest_bytes - state
+        if beside > 0 and may_split():
+            more.append(
+                f'microbatches="auto" (about {format_bytes(beside / 2)} or more)'
+            )
+        if not more:
             raise
-        raise _telling_of_update(error, trained()) from error
-
-
-def _telling_of_update(error: BudgetTooSmall, trained: Any) -> BudgetTooSmall:
-    leaves = jax.tree.leaves(trained)
-    saved = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
-    budget, *others = error.remedies
-    part = f"update= to train a part of the parameters (up to {format_bytes(saved)})"
-    return error.but(remedies=(budget, part, *others))
+        budget, *others = error.remedies
+        raise error.but(remedies=(budget, *more, *others)) from error
 
 
 def donatable(state: Any, rest: Any = ()) -> Any:

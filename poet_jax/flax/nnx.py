@@ -22,6 +22,13 @@ from poet_jax.flax.losses import (
     explained,
     scalar_and_aux,
 )
+from poet_jax.flax.microbatches import (
+    Microbatches,
+    Steps,
+    gradients,
+    refuse_changes,
+    refuse_statistics,
+)
 from poet_jax.stores.paged import in_ram
 from poet_jax.update.items import ArrayStep
 from poet_jax.update.part import EVERYTHING, Part
@@ -192,6 +199,7 @@ class TrainStep:
         loss_fn: Callable[[Any, Any], Any] | None,
         optimizer: "optax.GradientTransformation | nnx.Optimizer | None",
         update: UpdateLike | None = None,
+        microbatches: Microbatches = 1,
         **options: Any,
     ):
         if optimizer is None:
@@ -199,7 +207,14 @@ class TrainStep:
         self.model = model
         self.scheme = None if update is None else parse_update(update)
         self._loss_fn = loss_fn if loss_fn is not None else default_loss
-        self._scheduled = schedule(self.update, budget, **options)
+
+        def scheduled(count: int) -> ScheduledModules:
+            def update(model: nnx.Module, optimizer: nnx.Optimizer, batch: Any) -> Any:
+                return self.update(model, optimizer, batch, microbatches=count)
+
+            return schedule(update, budget, **options)
+
+        self._steps = Steps(scheduled, microbatches)
         self._optimizer: Any = optimizer
         if self.scheme is not None and isinstance(optimizer, nnx.Optimizer):
             raise TypeError(
@@ -237,23 +252,43 @@ class TrainStep:
     def _loss(self, model: nnx.Module, batch: Any) -> tuple[jax.Array, Any]:
         return scalar_and_aux(self._loss_fn(model, batch))
 
-    def update(self, model: nnx.Module, optimizer: nnx.Optimizer, batch: Any):
-        """The step as a function of modules, to run with `nnx.jit` without a budget."""
+    @property
+    def microbatches(self) -> int:
+        """In how many parts a batch is computed; of "auto", so far."""
+        return self._steps.count
+
+    def update(
+        self,
+        model: nnx.Module,
+        optimizer: nnx.Optimizer,
+        batch: Any,
+        *,
+        microbatches: int | None = None,
+    ):
+        """The step as a function of modules, to run with `nnx.jit` without a budget.
+
+        `microbatches` are the step's by default.
+        """
+        count = self.microbatches if microbatches is None else microbatches
         graphdef, params, rest = nnx.split(model, optimizer.wrt, ...)
+        refuse_statistics(nnx.filter_state(rest, nnx.BatchStat), count)
         part = EVERYTHING
         if isinstance(optimizer, PartOptimizer):
             part, params = nnx.as_pure((optimizer.part, params))
+        after, made = graphdef, params
 
-        def loss_of(trainable, rest):
+        def loss_of(trainable, rest, batch, _):
+            nonlocal after, made
             merged = part.merge(trainable, params)
             replica = nnx.merge(graphdef, merged, rest, copy=True)
             loss, aux = self._loss(replica, batch)
             after, made, rest = nnx.split(replica, optimizer.wrt, ...)
-            return loss, (aux, rest, after, made)
+            return loss, (aux, rest)
 
-        gradient_of = jax.value_and_grad(loss_of, has_aux=True)
-        (loss, (aux, rest, after, made)), grads = gradient_of(part.split(params), rest)
+        trainable = part.split(params)
+        (loss, (aux, rest)), grads = gradients(loss_of, trainable, rest, batch, count)
         if after != graphdef:  # the loss has changed plain attributes
+            refuse_changes(count)
             _restructure(model, nnx.merge(after, made, rest, copy=True))
         if self.scheme is not None and self.scheme.statistics == "keep":
             rest = nnx.filter_state(rest, nnx.Not(nnx.BatchStat))
@@ -271,32 +306,39 @@ class TrainStep:
     def plan(self, batch: Any) -> Schedule:
         """The schedule for a batch like this, arrays or shapes; runs nothing."""
         self._choose(batch)
-        return self._told(self._scheduled.plan, batch)
+        return self._told(lambda scheduled: scheduled.plan, batch)
 
     def array_step(self, batch: Any) -> ArrayStep:
         """The step as a function of arrays, for `update.search`."""
         self._choose(batch)
         part = nnx.as_pure(getattr(self.optimizer, "part", EVERYTHING))
-        scheduled, args = self._scheduled.array_step(self.model, self.optimizer, batch)
+        scheduled, args = self._steps.scheduled.array_step(
+            self.model, self.optimizer, batch
+        )
         return ArrayStep(scheduled, args, self.scheme, part, ("0/0", "0"), "0")
 
     def effects(self, batch: Any) -> Effects:
         """Effects of each pass on the step's graph; see `Scheduled.effects`."""
         self._choose(batch)
-        return self._scheduled.effects(self.model, self.optimizer, batch)
+        return self._steps.scheduled.effects(self.model, self.optimizer, batch)
 
     @property
     def last_run(self) -> Run | None:
         """Measurements of the latest step; None before the first."""
-        return self._scheduled.last_run
+        return self._steps.scheduled.last_run
 
     def __call__(self, batch: Any) -> Any:
         self._choose(batch)
-        return self._told(self._scheduled, batch)
+        return self._told(lambda scheduled: scheduled, batch)
 
-    def _told(self, call: Callable, batch: Any) -> Any:
+    def _told(self, how: Callable[[ScheduledModules], Callable], batch: Any) -> Any:
         def trained() -> Any:
             return nnx.state(self.model, nnx.Param), nnx.state(self.optimizer)
 
-        with explained(self.scheme is None, trained):
-            return call(self.model, self.optimizer, batch)
+        def may_split() -> bool:
+            return self._steps.may_split(batch, nnx.state(self.model, nnx.BatchStat))
+
+        trains_all = self.scheme is None
+        with explained(trained, trains_all=trains_all, may_split=may_split):
+            args = self.model, self.optimizer, batch
+            return self._steps.run(lambda scheduled: how(scheduled)(*args), batch)

@@ -9,6 +9,7 @@ from poet_jax.core.plan import BudgetLike
 from poet_jax.flax import linen as linen_steps
 from poet_jax.flax import nnx as nnx_steps
 from poet_jax.flax.losses import LossFn
+from poet_jax.flax.microbatches import Microbatches
 from poet_jax.update.scheme import UpdateLike
 
 
@@ -19,6 +20,7 @@ def train_step(
     loss_fn: LossFn | None = None,
     optimizer: Any = None,
     update: UpdateLike | None = None,
+    microbatches: Microbatches = 1,
     **schedule_options: Any,
 ) -> nnx_steps.TrainStep | linen_steps.TrainStep:
     """Make a training step of `model` within a memory budget.
@@ -34,6 +36,10 @@ def train_step(
       update: the parameters to train, all by default: an `update.Update`, such as
         `poet_jax.update.bias_only()`, or fractions by pattern, such as
         `{"**/bias": 1.0}`.
+      microbatches: in how many equal parts of the batch gradients are computed and
+        averaged, or "auto" for as few, by powers of two, as the budget takes. Exact for
+        a loss that is a mean over examples; a model with statistics of the batch is
+        refused.
       schedule_options: of `poet_jax.schedule`.
 
     Returns a `poet_jax.nnx.TrainStep` or `poet_jax.linen.TrainStep`. Raises TypeError
@@ -49,4 +55,6 @@ def train_step(
             f"{type(model).__name__}. For anything else write the step as a function "
             "and use poet_jax.schedule(step, budget, donate_argnums=0)."
         )
-    return kind(model, budget, loss_fn, optimizer, update, **schedule_options)
+    return kind(
+        model, budget, loss_fn, optimizer, update, microbatches, **schedule_options
+    )
