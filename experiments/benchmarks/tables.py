@@ -354,6 +354,45 @@ def schemes(name: str) -> str:
     return markdown([head, *lines])
 
 
+def loops() -> str:
+    """Memory and time of `jax.jit` of training through loops, in each way."""
+    found: dict[str, list[Row]] = {}
+    for row in read("loops/loops"):
+        found.setdefault(row["model"], []).append(row)
+
+    def point(nbytes: str, ratio: str) -> str:
+        return f"{size(nbytes)}, {float(ratio):.2f}" if ratio else "does not fit"
+
+    lines = [
+        [
+            model,
+            size(rows[0]["jit_bytes"]),
+            point(rows[0]["checkpoint_bytes"], rows[0]["checkpoint_ratio"]),
+            point(rows[0]["nested_bytes"], rows[0]["nested_ratio"]),
+            *(point(row["compiled_bytes"], row["ratio"]) for row in rows),
+        ]
+        for model, rows in found.items()
+    ]
+    head = ["loop", "`jax.jit`", "`jax.checkpoint`", "nested scans"]
+    return markdown([[*head, "50 %", "10 %", "least"], *lines])
+
+
+def loop_compilers() -> str:
+    """Seconds to plan and to compile loops."""
+    lines = [
+        [
+            row["model"],
+            row["share"] + (" %" if row["share"].isdigit() else ""),
+            *(f"{float(row[name]):.1f}" for name in (
+                "plan_seconds", "compile_seconds", "jit_compile_seconds"
+            )),
+        ]
+        for row in read("loops/loops")
+        if row["ratio"]
+    ]  # fmt: skip
+    return markdown([["loop", "budget", "plan", "compile", "`jax.jit`"], *lines])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme,
     "steps": lambda: ratios("step_benchmark", ("100", "75", "50", "least")),
@@ -365,6 +404,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "solvers": solvers,
     "activations": activations,
     "layers": layers,
+    "loops": loops,
+    "loop_compilers": loop_compilers,
     "paged_state": paged_state,
     "store": store,
     "hard_limit": hard_limit,

@@ -14,6 +14,8 @@ from poet_jax.core.units import (
     format_seconds,
 )
 
+LEAST_SHARE = 0.01  # of keep-all's peak; smaller loops are not listed
+
 
 def decisions(program: Program) -> dict[int, str]:
     """ "keep", "remat" or "page" for every value that a node writes or a page-in loads.
@@ -65,6 +67,8 @@ def remarks(
         f"{plan.gap:.2%}",
     ]
     lines.append(plan.status.value)
+    if loops := closed_loops(program.graph, int(LEAST_SHARE * baseline.peak_bytes)):
+        lines.append(f"loops of one node each: {', '.join(loops)}")
     if budget.memory_bytes >= baseline.peak_bytes:
         lines.append("The budget covers keep-all: nothing is repeated or paged.")
     if compiled_bytes is not None:
@@ -73,6 +77,21 @@ def remarks(
             f"{format_count(compilations, 'compilation')}"
         )
     return lines
+
+
+def closed_loops(graph: Graph, least_bytes: int) -> list[str]:
+    """Loops of which a plan decides as a whole, with the bytes that each writes."""
+    loops = [
+        (sum(graph.values[v].nbytes for v in node.writes), node.name)
+        for node in graph.nodes
+        if any(e.primitive.name in ("scan", "while") for e in node.equations)
+        and not node.name.endswith("]")  # a piece of a loop
+    ]
+    return [
+        f"{name} ({format_bytes(nbytes)})"
+        for nbytes, name in sorted(loops, reverse=True)
+        if nbytes >= least_bytes
+    ]
 
 
 def title(graph: Graph, budget: Budget) -> str:

@@ -1,6 +1,7 @@
 """Loops in pieces: what a scan computes, in the memory of a Python loop."""
 
 import functools
+import re
 from typing import NamedTuple
 
 import jax
@@ -219,6 +220,8 @@ def test_a_loop_with_an_effect_stays_one_node():
 
     graph = poet_jax.trace(fun, jnp.ones((5, 8)))
     assert unroll(graph) is graph
+    schedule = poet_jax.schedule(fun, "1GiB", **OPTIONS).plan(jnp.ones((5, 8)))
+    assert re.search(r"loops of one node each: \S+scan \(192 B\)", str(schedule))
 
 
 def test_loops_are_cut_before_equations_are_grouped():
