@@ -139,7 +139,9 @@ def walk(program: Program) -> Iterator[Moment]:
                 if value in stored:
                     raise _invalid(f"pages out {values[value].name!r} twice")
                 if not values[value].pageable:
-                    raise _invalid(f"pages out the PRNG key {values[value].name!r}")
+                    raise _invalid(
+                        f"pages out {values[value].name!r}, which may not be paged"
+                    )
                 stored.add(value)
                 leaving.add(value)
                 yield Moment(x, present)

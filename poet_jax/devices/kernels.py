@@ -223,7 +223,8 @@ class _Partition:
         if any(is_root(e) and not is_reduction(e) for e in readers):
             return True
         again = len(readers) > 1 or any(
-            e.result_shapes[0].size > self.shapes[value].size for e in readers
+            not e.result_shapes or e.result_shapes[0].size > self.shapes[value].size
+            for e in readers
         )
         expensive = _ELEMENTWISE.get(maker.primitive.name) in _EXPENSIVE
         return again and (expensive or terms > _MOST_TERMS)

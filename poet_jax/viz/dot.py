@@ -26,7 +26,7 @@ def to_dot(program: Program, costs: Costs) -> str:
     rematerialised ones dotted, paged ones dashed. A box says how often its node runs.
     """
     graph = program.graph
-    given = (*graph.arguments, *graph.constants, *graph.stored)
+    given = (*graph.initial, *graph.stored)
     kinds = dict.fromkeys(given, "argument") | decisions(program)
     styles = ", ".join(f"{LABELS[k]} {STYLES[k]}" for k in ("keep", "remat", "page"))
     legend = f"Values: {styles}, the thicker the larger. Energies are modelled."

@@ -229,6 +229,7 @@ class _Words:
         if not value.pageable:
             kind = "a weakly typed array" if value.weak_type else "a PRNG key"
             kind = "in the host's memory" if value.on_host else kind
+            kind = "a piece of an argument" if self.value in self.graph.seats else kind
             return f"It is {kind}, which is never paged."
         return f"Paging it out and in would cost {_cost(*self.transfers(1, 1))}."
 
@@ -243,6 +244,8 @@ class _Words:
         return "An argument that is not donated: it is the caller's, in RAM throughout."
 
     def kept(self) -> str:
+        if self.value in self.graph.stacks:
+            return "In RAM as its pieces, which are values of their own."
         texts = []
         if self.value in self.graph.donated:
             texts.append("A donated argument: in RAM until its last read.")

@@ -228,3 +228,25 @@ def test_loops_are_cut_before_equations_are_grouped():
     step, args = training(Options(3, *[False] * 7))
     with pytest.raises(ValueError, match="Put it before group"):
         unroll(group(poet_jax.trace(step, *args)))
+
+
+def test_a_schedule_with_pieces_is_drawn_saved_and_explained(tmp_path):
+    step, args = layers(3)
+    schedule = poet_jax.schedule(
+        step, "60%", donate_argnums=(0, 1), executor=STAGES, **OPTIONS
+    ).plan(*args)
+    assert schedule.graph.stacks
+    schedule.to_json(tmp_path / "schedule.json")
+    read = schedule.from_json(tmp_path / "schedule.json")
+    assert read.usage.peak_bytes == schedule.usage.peak_bytes
+    for name, write in {
+        "page.html": schedule.to_html,
+        "graph.dot": schedule.to_dot,
+        "trace.json": schedule.to_perfetto,
+        "plan.svg": schedule.plot,
+    }.items():
+        write(tmp_path / name)
+        assert (tmp_path / name).stat().st_size > 1000
+    texts = {reason.name: reason.text for reason in schedule.reasons()}
+    assert "its pieces" in texts["arg0/0"]
+    assert any("a piece of an argument" in text for text in texts.values())
