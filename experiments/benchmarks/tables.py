@@ -374,7 +374,7 @@ def loops() -> str:
         for model, rows in found.items()
     ]
     head = ["loop", "`jax.jit`", "`jax.checkpoint`", "nested scans"]
-    return markdown([[*head, "50 %", "10 %", "least"], *lines])
+    return markdown([[*head, "50 %", "20 %", "10 %"], *lines])
 
 
 def loop_compilers() -> str:
