@@ -38,9 +38,7 @@ from experiments.program import program
 from experiments.steps import Case, TrainingStep
 from poet_jax.viz.figures import drawn
 
-measuring.step_flags(
-    "loops", shares="50,20,10", seconds=6.0, time_limit=6.0
-)
+measuring.step_flags("loops", shares="50,20,10", seconds=6.0, time_limit=6.0)
 BESIDE = ("checkpoint", "nested")
 COLUMNS = (
     *measuring.STEP_COLUMNS,

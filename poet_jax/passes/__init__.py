@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable
 
 from poet_jax.core.graph import Graph
+from poet_jax.passes.blocks import blockwise
 from poet_jax.passes.cpu.rules import cpu_kernels
 from poet_jax.passes.grouping import group
 from poet_jax.passes.inlining import inline_cheap
@@ -17,6 +18,7 @@ from poet_jax.passes.streaming import stream_state
 Pass = Callable[[Graph], Graph]
 PASSES: tuple[Pass, ...] = (
     unroll,
+    blockwise,
     push_slices,
     reassociate,
     fold_scales,
@@ -49,4 +51,5 @@ __all__ = [
     "inline_cheap",
     "stream_state",
     "unroll",
+    "blockwise",
 ]

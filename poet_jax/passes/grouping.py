@@ -1,7 +1,7 @@
 """Group the equations that XLA would fuse, so that a node is worth scheduling.
 
 Every expensive equation is a node of its own; the light equations between expensive
-ones form one node per connected component. Five rules keep the groups useful:
+ones form one node per connected component. Six rules keep the groups useful:
 
 - A value of at most `TINY_BYTES` does not tie two groups together: a step counter would
   otherwise join every parameter's update into one node.
@@ -10,6 +10,8 @@ ones form one node per connected component. Five rules keep the groups useful:
 - A broadcast of a tiny value is repeated inside every node that reads it.
 - A slice that the backward pass takes of what the forward pass made stays there, as
   the slice would be saved beside the whole otherwise.
+- In a sum of expensive results, as of the gradients of several batches, each addition
+  after the first is a node, as all of them would have to be there at once otherwise.
 - A product that is only read transposed, as the gradient of a kernel is, is taken the
   other way around: an update that read it across its rows would take several times as
   long.
@@ -98,6 +100,24 @@ class _Coarsener:
             if value in self.graph.producer:
                 yield value, self.graph.producer[value]
 
+    def is_next_term(self, number: int) -> bool:
+        """Whether it adds an expensive result to a sum of such that is read here only."""
+        node = self.graph.nodes[number]
+        if node.equations[0].primitive.name not in ("add", "add_any"):
+            return False
+        makers = [(v, self.graph.producer.get(v)) for v in node.reads]
+        return len(makers) == 2 and any(
+            self.heavy[term] and self.is_sum(total) and len(self.graph.readers[v]) == 1
+            for (v, total), (_, term) in (makers, makers[::-1])
+            if total is not None and term is not None
+        )
+
+    def is_sum(self, number: int) -> bool:
+        node = self.graph.nodes[number]
+        makers = (self.graph.producer.get(v) for v in node.reads)
+        is_sum = node.equations[0].primitive.name in ("add", "add_any")
+        return is_sum and any(n is not None and self.heavy[n] for n in makers)
+
     def is_all_tiny(self, number: int) -> bool:
         node = self.graph.nodes[number]
         return all(self.is_tiny(v) for v in (*self.reads(number), *node.writes))
@@ -152,7 +172,8 @@ class _Coarsener:
         if not self.graph.nodes[number].repeatable:  # deeper than the effect before it
             depth = max(depth, self.effect_depth)
             self.effect_depth = depth + 1
-        if self.heavy[number] or not deepest or not self.ties(number, deepest):
+        alone = self.heavy[number] or self.is_next_term(number)
+        if alone or not deepest or not self.ties(number, deepest):
             self.group[number] = _Group(depth + 1, self.heavy[number], [number])
             return
         target, *others = list(dict.fromkeys(g for _, g in deepest))

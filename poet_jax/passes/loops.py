@@ -17,11 +17,12 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax.core.equation import Equation, Inner, Literal
-from poet_jax.core.graph import Graph, Node, Value
+from poet_jax.core.equation import Equation, Literal
+from poet_jax.core.graph import Graph, Node
 from poet_jax.core.stack import Cut, Stack
 from poet_jax.core.trace import trace_part, without_dead_code
 from poet_jax.passes.rewriter import require_single_equations
+from poet_jax.passes.splicing import Splicer
 from poet_jax.passes.streaming import ELEMENTWISE
 
 # Loops with more equations in all iterations, or more than twice as many iterations as
@@ -193,18 +194,15 @@ def _square_root(loops: Sequence[_Loop]) -> int:
     return max(2, round(math.sqrt(rows / max(1, carry))))
 
 
-class _Unroller:
+class _Unroller(Splicer):
     def __init__(self, graph: Graph, cuts: dict[int, Cut]):
-        self.graph, self.cuts = graph, cuts
-        self.values = list(graph.values)
-        self.constants = dict(graph.constants)
-        self.nodes: list[Node] = []
+        super().__init__(graph)
+        self.cuts = cuts
         self.instead: dict[Any, Any] = {}  # values by what they are now
         self.split: dict[Any, list[Any]] = {}  # values that are made in pieces
         self.postponed: dict[Any, Node] = {}  # makers of values not needed so far
         self.slices: dict[int, dict[int, int]] = {}  # pieces of what is whole
         self.needed: set[int] = set()  # of what is whole, that which is read so
-        self.parts: dict[Any, tuple[Graph, dict[int, int]]] = {}
         self.may_be_pieces = {
             v
             for v in set(graph.arguments) - graph.stored.keys() - {*graph.references}
@@ -441,69 +439,3 @@ class _Unroller:
                 node.name, node.backward, combine, [total, piece], key=(equation,)
             )
         self.instead[result] = total
-
-    def add(
-        self,
-        name: str,
-        backward: bool,
-        fun: Callable,
-        operands: Sequence[Any],
-        key: tuple = (),
-    ) -> list[Any]:
-        """Values of `fun(*operands)`; functions of one `key` are the same."""
-        if not key or key not in self.parts:
-            avals = [
-                x.value if isinstance(x, Literal) else self.values[x].aval
-                for x in operands
-            ]
-            part = trace_part(fun, *avals), {}
-            if key:
-                self.parts[key] = part
-        else:
-            part = self.parts[key]
-        return self.splice(part, operands, name, backward)
-
-    def splice(
-        self,
-        part: tuple[Graph, dict[int, int]],
-        operands: Sequence[Any],
-        name: str,
-        backward: bool,
-        is_opened: bool = False,
-    ) -> list[Any]:
-        """What `operands` make of a part; its nodes become nodes of this graph, named
-        after themselves, too, if it `is_opened`.
-
-        They may run again, as the loop may.
-        """
-        graph, constants = part
-        for v, array in graph.constants.items():
-            if v not in constants:
-                constants[v] = self.value(graph.values[v], graph.values[v].name)
-                self.constants[constants[v]] = array
-        known: dict[Any, Any] = {**constants}
-        known.update(zip(graph.arguments, operands, strict=True))
-        for node in graph.nodes:
-            scope = f"{name}/{node.name}" if is_opened else name
-            for v in node.writes:
-                known[v] = self.value(graph.values[v], scope)
-            known |= {
-                x: Inner() for e in node.equations for x in e.results if x not in known
-            }
-            equations = [
-                dataclasses.replace(
-                    e.renamed(
-                        known | {x: Inner() for x in e.results if x not in known}
-                    ),
-                    unknown=frozenset(),
-                )
-                for e in node.equations
-            ]
-            writes = [known[v] for v in node.writes]
-            self.nodes.append(Node.of(scope, equations, writes, backward))
-        return [known[v] for v in graph.outputs]
-
-    def value(self, value: Value, name: str) -> int:
-        number = len(self.values)
-        self.values.append(dataclasses.replace(value, name=f"{name}.{number}"))
-        return number

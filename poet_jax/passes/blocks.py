@@ -1,0 +1,448 @@
+"""Values that are too large, a block of their rows at a time: `Graph -> Graph`.
+
+The logits of 2,048 tokens over 128,000 words take a gigabyte, and so do all that a loss
+and its gradient make of them. But a token's loss needs the logits of that token alone.
+"""
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+from poet_jax.core.equation import Equation, Literal
+from poet_jax.core.graph import Graph, Node
+from poet_jax.core.trace import without_dead_code
+from poet_jax.passes.grouping import is_heavy
+from poet_jax.passes.rewriter import require_single_equations
+from poet_jax.passes.splicing import Splicer
+from poet_jax.passes.streaming import ELEMENTWISE
+
+# Smaller values are left as they are, and so is a graph whose nodes need nearly as much
+# after it.
+LARGE_BYTES = 64 * 2**20
+LEAST_SAVED = 1 / 3
+BLOCKS = 16
+
+# How the results of blocks become that of the whole.
+_COMBINE: dict[str, Callable] = {
+    "dot_general": lax.add,
+    "reduce_sum": lax.add,
+    "reduce_prod": lax.mul,
+    "reduce_max": lax.max,
+    "reduce_min": lax.min,
+    "reduce_and": lax.bitwise_and,
+    "reduce_or": lax.bitwise_or,
+}
+_ALONG_AXES = frozenset(("argmax", "argmin", *_COMBINE)) - {"dot_general"}
+
+
+def blockwise(
+    graph: Graph, *, large_bytes: int = LARGE_BYTES, blocks: int = BLOCKS
+) -> Graph:
+    """`graph` with its largest values in blocks along one of their axes.
+
+    Products of at least `large_bytes` are made in blocks, and so is what is computed
+    from them row by row: element-wise, by reductions along other axes, by gathers and
+    scatters within rows, and by products, whose sums over the rows are added up. Where
+    it can, a block goes through all of that before the next one begins. The axis is the
+    one along which nodes need least; if none saves a third, nothing changes.
+
+    Sums over the axis are rounded as the sum of the sums over blocks.
+    """
+    seeds = _seeds(graph, large_bytes)
+    if not seeds:
+        return graph
+    require_single_equations(graph)
+    best, least_bytes = graph, _floor_bytes(graph) * (1 - LEAST_SAVED)
+    for axis, size in enumerate(graph.values[seeds[0]].shape):
+        if size >= 2:
+            cut = _Blocks(graph, seeds, axis, min(blocks, size)).result()
+            if (nbytes := _floor_bytes(cut)) < least_bytes:
+                best, least_bytes = cut, nbytes
+    return best
+
+
+def _seeds(graph: Graph, large_bytes: int) -> list[int]:
+    """Large results of expensive operations, all of one shape."""
+    large = [
+        node.writes[0]
+        for node in graph.nodes
+        if len(node.equations) == 1
+        and len(node.writes) == 1
+        and graph.values[node.writes[0]].nbytes >= large_bytes
+        and node.equations[0].primitive.name == "dot_general"
+        and is_heavy(node)
+    ]
+    if not large:
+        return []
+    most = max(large, key=lambda v: graph.values[v].nbytes)
+    shape = graph.values[most].shape
+    return [v for v in large if graph.values[v].shape == shape]
+
+
+def _floor_bytes(graph: Graph) -> int:
+    """What the node with the largest operands and results needs beside arguments."""
+    fixed = {*graph.arguments, *graph.constants}
+
+    def nbytes(node: Node) -> int:
+        return sum(graph.values[v].nbytes for v in {*node.reads, *node.writes} - fixed)
+
+    return max(map(nbytes, graph.nodes), default=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """How an operation goes block by block.
+
+    Attributes:
+      operands: the axis along which each is cut; None for those read as a whole.
+      result: the axis along which the result is; None for one that is combined.
+    """
+
+    operands: tuple[int | None, ...]
+    result: int | None
+
+
+def _pulled(equation: Equation, axis: int) -> _Way | None:
+    """What a block of the result along `axis` needs, of operations that fill arrays."""
+    (shape, *others) = (x.shape for x in equation.result_shapes)
+    shapes = [x.shape for x in equation.operand_shapes]
+    if others or equation.lowering is not None:
+        return None
+    name, params = equation.primitive.name, equation.params
+    if name == "broadcast_in_dim":
+        dimensions = [int(x) for x in params["broadcast_dimensions"]]
+        own = dimensions.index(axis) if axis in dimensions else None
+        is_cut = own is not None and shapes[0][own] == shape[axis]
+        return _Way((own if is_cut else None,), axis)
+    if name in ELEMENTWISE or name == "reduce_precision":
+        return _Way(
+            tuple(
+                axis if len(x) == len(shape) and x[axis] == shape[axis] else None
+                for x in shapes
+            ),
+            axis,
+        )
+    if name in ("scatter-add", "scatter_add"):
+        return _by_rows(equation, 0, axis)
+    return None
+
+
+def _way(equation: Equation, axes: Sequence[int | None]) -> _Way | None:
+    """How an operation goes block by block whose operands are cut along `axes`."""
+    if equation.lowering is not None or len(equation.result_shapes) != 1:
+        return None
+    name, params = equation.primitive.name, equation.params
+    shapes = [x.shape for x in equation.operand_shapes]
+    ((result,), (first, axis)) = (
+        [x.shape for x in equation.result_shapes],
+        next((n, a) for n, a in enumerate(axes) if a is not None),
+    )
+    if name == "broadcast_in_dim":
+        return _pulled(equation, int(params["broadcast_dimensions"][axis]))
+    if name in ELEMENTWISE or name == "reduce_precision":
+        return _pulled(equation, axis)
+    if name in _ALONG_AXES:
+        if axis in params["axes"]:
+            return _Way((axis,), None) if name in _COMBINE else None
+        return _Way((axis,), axis - sum(x < axis for x in params["axes"]))
+    if name == "transpose":
+        return _Way((axis,), params["permutation"].index(axis))
+    if name == "squeeze":
+        return _Way((axis,), axis - sum(x < axis for x in params["dimensions"]))
+    if name == "reshape" and params["dimensions"] is None:
+        before = math.prod(shapes[0][:axis])
+        for other, size in enumerate(result):
+            if math.prod(result[:other]) == before and size == shapes[0][axis]:
+                return _Way((axis,), other)
+    if name == "dot_general":
+        return _product(equation, first, axis)
+    if name in ("gather", "scatter-add", "scatter_add"):
+        return _by_rows(equation, first, axis)
+    return None
+
+
+def _product(equation: Equation, first: int, axis: int) -> _Way:
+    """A product of matrices one of which is cut."""
+    contracted, batch = equation.params["dimension_numbers"]
+    own, other = contracted[first], contracted[1 - first]
+
+    def both(axes: int) -> tuple[int, ...]:
+        return (axis, axes) if first == 0 else (axes, axis)
+
+    if axis in own:
+        return _Way(both(other[own.index(axis)]), None)
+    if axis in batch[first]:
+        place = batch[first].index(axis)
+        return _Way(both(batch[1 - first][place]), place)
+    ranks = [len(x.shape) for x in equation.operand_shapes]
+    free = [x for x in range(ranks[first]) if x not in (*own, *batch[first])]
+    place = len(batch[0]) + free.index(axis)
+    if first == 1:
+        place += ranks[0] - len(contracted[0]) - len(batch[0])
+    return _Way((axis, None) if first == 0 else (None, axis), place)
+
+
+def _by_rows(equation: Equation, first: int, axis: int) -> _Way | None:
+    """A gather or a scatter, each row of which stays in its row."""
+    name, params = equation.primitive.name, equation.params
+    numbers = params["dimension_numbers"]
+    rows = numbers.operand_batching_dims
+    if name == "gather":
+        sides, window = numbers.start_indices_batching_dims, numbers.offset_dims
+        out = len(equation.result_shapes[0].shape)
+    else:
+        sides, window = (
+            numbers.scatter_indices_batching_dims,
+            numbers.update_window_dims,
+        )
+        out = len(equation.operand_shapes[2].shape)
+    along = [x for x in range(out) if x not in window]  # of results, or updates
+    own = rows if first == 0 else sides
+    if first < 2 and axis in own:
+        place = own.index(axis)
+        outer = along[sides[place]]
+        if name == "gather":
+            return _Way((rows[place], sides[place]), outer)
+        return _Way((rows[place], sides[place], outer), rows[place])
+    return _whole_rows(equation, first, axis)
+
+
+def _whole_rows(equation: Equation, first: int, axis: int) -> _Way | None:
+    """A gather or a scatter of windows that span the axis."""
+    name, params = equation.primitive.name, equation.params
+    numbers = params["dimension_numbers"]
+    shapes = [x.shape for x in equation.operand_shapes]
+    if name == "gather":
+        gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+        moved, window = numbers.start_index_map, numbers.offset_dims
+        sizes = params["slice_sizes"]
+    else:
+        gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+        moved, window = numbers.scatter_dims_to_operand_dims, numbers.update_window_dims
+        sizes = shapes[0]
+    if first == 1 or (first == 2 and axis not in window):
+        return None
+    kept = [x for x in range(len(shapes[0])) if x not in gone]
+    inner = axis if first == 0 else kept[window.index(axis)]
+    if inner not in kept or inner in moved or sizes[inner] != shapes[0][inner]:
+        return None
+    outer = window[kept.index(inner)]
+    if name == "gather":
+        return _Way((inner, None), outer)
+    if shapes[2][outer] != shapes[0][inner]:
+        return None
+    return _Way((inner, None, outer), inner)
+
+
+def _of_block(equation: Equation, way: _Way, size: int) -> Equation:
+    """The operation for a block of `size` rows."""
+    params, name = dict(equation.params), equation.primitive.name
+
+    def resized(shape: Sequence[int], axis: int) -> tuple[int, ...]:
+        return (*shape[:axis], size, *shape[axis + 1 :])
+
+    if name == "broadcast_in_dim" and way.result is not None:
+        params["shape"] = resized(params["shape"], way.result)
+    elif name == "reshape" and way.result is not None:
+        params["new_sizes"] = resized(params["new_sizes"], way.result)
+    elif name == "gather" and way.operands[0] is not None:
+        own = way.operands[0]
+        if params["slice_sizes"][own] == equation.operand_shapes[0].shape[own] != 1:
+            params["slice_sizes"] = resized(params["slice_sizes"], own)
+    return dataclasses.replace(equation, params=params)
+
+
+class _Blocks(Splicer):
+    def __init__(self, graph: Graph, seeds: Sequence[int], axis: int, blocks: int):
+        super().__init__(graph)
+        self.seeds, self.axis = set(seeds), axis
+        self.length = graph.values[seeds[0]].shape[axis]
+        ends = [self.length * number // blocks for number in range(blocks + 1)]
+        self.bounds = list(zip(ends, ends[1:], strict=False))
+        self.least = graph.values[seeds[0]].nbytes // 4  # bytes of what is large
+        # Values in blocks: along which axis, and the blocks.
+        self.split: dict[Any, tuple[int | None, list[int]]] = {}
+        self.postponed: dict[Any, Node] = {}  # makers of values not needed so far
+        self.instead: dict[Any, int] = {}  # values by what they are now
+        self.slices: dict[tuple[int, int, int], int] = {}
+        self.block: dict[int, int] = {}  # of each new node of a block, its number
+
+    def result(self) -> Graph:
+        for node in self.graph.nodes:
+            self.visit(node)
+        outputs = tuple(self.whole(v) for v in self.graph.outputs)
+        landing = {self.whole(v): x for v, x in self.graph.landing.items()}
+        return without_dead_code(
+            dataclasses.replace(
+                self.graph,
+                values=tuple(self.values),
+                nodes=tuple(self.ordered()),
+                outputs=outputs,
+                constants=self.constants,
+                landing=landing,
+            )
+        )
+
+    def visit(self, node: Node) -> None:
+        (equation,) = node.equations
+        axes = [
+            self.split[x][0] if x in self.split else None for x in equation.operands
+        ]
+        way = None
+        if node.repeatable and len(node.writes) == 1:
+            if any(a is not None for a in axes):
+                way = _way(equation, axes)
+            elif node.writes[0] in self.seeds:
+                way = self.seeded(equation)
+        if way is not None:
+            self.cut(node, way)
+        elif node.repeatable and self.is_filled(node):
+            self.postponed[node.writes[0]] = node
+        else:
+            self.emit(node)
+
+    def seeded(self, equation: Equation) -> _Way | None:
+        """The way that gives a product in blocks of `axis`."""
+        for first, shape in enumerate(equation.operand_shapes):
+            for axis in range(len(shape.shape)):
+                way = _product(equation, first, axis)
+                if way.result == self.axis:
+                    return way
+        return None
+
+    def is_filled(self, node: Node) -> bool:
+        """Whether it makes a large value of small ones, or of one that is made so."""
+        (equation,) = node.equations
+        if len(node.writes) != 1 or self.values[node.writes[0]].nbytes < self.least:
+            return False
+        is_from = any(x in self.postponed for x in node.reads)
+        return equation.primitive.name == "broadcast_in_dim" or (
+            is_from and _pulled(equation, 0) is not None
+        )
+
+    def emit(self, node: Node) -> None:
+        names = {v: self.whole(v) for v in node.reads}
+        equations = [e.renamed(names) for e in node.equations]
+        self.nodes.append(Node.of(node.name, equations, node.writes, node.backward))
+
+    def whole(self, value: Any) -> int:
+        """What a value is now, which is made if it is not there as a whole."""
+        value = self.instead.get(value, value)
+        if value in self.postponed:
+            self.emit(self.postponed.pop(value))
+        elif value in self.split:
+            axis, blocks = self.split[value]
+            name = self.values[value].name
+            (self.instead[value],) = self.add(
+                name, False, lambda *x: jnp.concatenate(x, axis), blocks
+            )
+            return self.instead[value]
+        return value
+
+    def part(self, value: Any, axis: int, number: int) -> int:
+        """A block of a value along an axis."""
+        if value in self.postponed:
+            node = self.postponed[value]
+            if (way := _pulled(node.equations[0], axis)) is not None:
+                del self.postponed[value]
+                return self.cut(node, way)[number]
+        if value in self.split and self.split[value][0] == axis:
+            return self.split[value][1][number]
+        whole = self.whole(value)
+        key = whole, axis, number
+        if key not in self.slices:
+            start, stop = self.bounds[number]
+            with self.of_block(number):
+                (self.slices[key],) = self.add(
+                    f"{self.values[whole].name}[{start}-{stop}]",
+                    False,
+                    lambda x: lax.slice_in_dim(x, start, stop, axis=axis),
+                    [whole],
+                )
+        return self.slices[key]
+
+    def cut(self, node: Node, way: _Way) -> list[int]:
+        """Compute a node block by block."""
+        (equation,), (value,) = node.equations, node.writes
+        results = []
+        for number, (start, stop) in enumerate(self.bounds):
+            operands = [
+                x
+                if isinstance(x, Literal)
+                else self.whole(x)
+                if axis is None
+                else self.part(x, axis, number)
+                for x, axis in zip(equation.operands, way.operands, strict=True)
+            ]
+            block = _of_block(equation, way, stop - start)
+            with self.of_block(number):
+                results += self.add(
+                    f"{node.name}[{start}-{stop}]",
+                    node.backward,
+                    lambda *x, block=block: block.bind(x)[0],
+                    operands,
+                    key=(equation, stop - start),
+                )
+        if way.result is not None:
+            self.split[value] = way.result, results
+            return results
+        combine = _COMBINE[equation.primitive.name]
+        total, *others = results
+        for number, other in enumerate(others, 1):
+            with self.of_block(number):
+                (total,) = self.add(
+                    node.name, node.backward, combine, [total, other], key=(equation,)
+                )
+        self.instead[value] = total
+        return results
+
+    @contextlib.contextmanager
+    def of_block(self, number: int) -> Iterator[None]:
+        """Nodes that are added meanwhile belong to a block."""
+        first = len(self.nodes)
+        yield
+        self.block.update(dict.fromkeys(range(first, len(self.nodes)), number))
+
+    def ordered(self) -> Iterator[Node]:
+        """The nodes, a block after the other as far as they depend on no later one."""
+        made = {v: n for n, node in enumerate(self.nodes) for v in node.writes}
+        before = [[made[v] for v in node.reads if v in made] for node in self.nodes]
+        done: set[int] = set()
+
+        def with_all_before(number: int) -> Iterator[Node]:
+            stack = [number]
+            while stack:
+                missing = [n for n in before[stack[-1]] if n not in done]
+                if missing:
+                    stack += missing
+                    continue
+                number = stack.pop()
+                if number not in done:
+                    done.add(number)
+                    yield self.nodes[number]
+
+        for number in range(len(self.nodes)):
+            if number in self.block and number not in done:
+                for ready in self.ready(before, done):
+                    yield from with_all_before(ready)
+            yield from with_all_before(number)
+
+    def ready(
+        self, before: Sequence[Sequence[int]], done: Collection[int]
+    ) -> list[int]:
+        """Nodes of blocks that need no later block, block by block."""
+        latest: list[int] = []
+        for number, nodes in enumerate(before):
+            own = -1 if number in done else self.block.get(number, -1)
+            latest.append(max((own, *(latest[n] for n in nodes if n not in done))))
+        ready = [
+            number
+            for number, block in self.block.items()
+            if number not in done and latest[number] == block
+        ]
+        return sorted(ready, key=lambda number: (self.block[number], number))

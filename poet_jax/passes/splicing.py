@@ -1,0 +1,93 @@
+"""A graph that is made anew, node by node, with functions in place of some nodes."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from poet_jax.core.equation import Inner, Literal
+from poet_jax.core.graph import Graph, Node, Value
+from poet_jax.core.trace import trace_part
+
+
+class Splicer:
+    """What passes that cut nodes into pieces have in common.
+
+    Attributes:
+      values, constants, nodes: of the new graph, which begins with all values and
+        constants of the old one and without nodes.
+      parts: functions as graphs, and the numbers here of their constants; traced once
+        for all pieces of one key.
+    """
+
+    def __init__(self, graph: Graph):
+        self.graph = graph
+        self.values = list(graph.values)
+        self.constants = dict(graph.constants)
+        self.nodes: list[Node] = []
+        self.parts: dict[Any, tuple[Graph, dict[int, int]]] = {}
+
+    def add(
+        self,
+        name: str,
+        backward: bool,
+        fun: Callable,
+        operands: Sequence[Any],
+        key: tuple = (),
+    ) -> list[Any]:
+        """Values of `fun(*operands)`; functions of one `key` are the same."""
+        if not key or key not in self.parts:
+            avals = [
+                x.value if isinstance(x, Literal) else self.values[x].aval
+                for x in operands
+            ]
+            part = trace_part(fun, *avals), {}
+            if key:
+                self.parts[key] = part
+        else:
+            part = self.parts[key]
+        return self.splice(part, operands, name, backward)
+
+    def splice(
+        self,
+        part: tuple[Graph, dict[int, int]],
+        operands: Sequence[Any],
+        name: str,
+        backward: bool,
+        is_opened: bool = False,
+    ) -> list[Any]:
+        """What `operands` make of a part; its nodes become nodes of this graph, named
+        after themselves, too, if it `is_opened`.
+
+        They may run again, as the loop may.
+        """
+        graph, constants = part
+        for v, array in graph.constants.items():
+            if v not in constants:
+                constants[v] = self.value(graph.values[v], graph.values[v].name)
+                self.constants[constants[v]] = array
+        known: dict[Any, Any] = {**constants}
+        known.update(zip(graph.arguments, operands, strict=True))
+        for node in graph.nodes:
+            scope = f"{name}/{node.name}" if is_opened else name
+            for v in node.writes:
+                known[v] = self.value(graph.values[v], scope)
+            known |= {
+                x: Inner() for e in node.equations for x in e.results if x not in known
+            }
+            equations = [
+                dataclasses.replace(
+                    e.renamed(
+                        known | {x: Inner() for x in e.results if x not in known}
+                    ),
+                    unknown=frozenset(),
+                )
+                for e in node.equations
+            ]
+            writes = [known[v] for v in node.writes]
+            self.nodes.append(Node.of(scope, equations, writes, backward))
+        return [known[v] for v in graph.outputs]
+
+    def value(self, value: Value, name: str) -> int:
+        number = len(self.values)
+        self.values.append(dataclasses.replace(value, name=f"{name}.{number}"))
+        return number
