@@ -317,12 +317,11 @@ class _Blocks(Splicer):
 
     def is_filled(self, node: Node) -> bool:
         """Whether it makes a large value of small ones, or of one that is made so."""
-        (equation,) = node.equations
         if len(node.writes) != 1 or self.values[node.writes[0]].nbytes < self.least:
             return False
-        is_from = any(x in self.postponed for x in node.reads)
-        return equation.primitive.name == "broadcast_in_dim" or (
-            is_from and _pulled(equation, 0) is not None
+        return _pulled(node.equations[0], 0) is not None and all(
+            v in self.postponed or self.values[v].nbytes < self.least
+            for v in node.reads
         )
 
     def emit(self, node: Node) -> None:

@@ -101,7 +101,7 @@ class _Coarsener:
                 yield value, self.graph.producer[value]
 
     def is_next_term(self, number: int) -> bool:
-        """Whether it adds an expensive result to a sum of such that is read here only."""
+        """Whether it adds an expensive result to a sum of others, read here only."""
         node = self.graph.nodes[number]
         if node.equations[0].primitive.name not in ("add", "add_any"):
             return False

@@ -1,0 +1,154 @@
+"""Large values in blocks: the numbers of the whole, in the memory of a block."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import examples
+from toy import OPTIONS
+
+import poet_jax
+from poet_jax.passes import PASSES, blockwise, group
+
+ROWS, WIDTH, WORDS = 24, 8, 40
+
+
+def draw(seed, *shape):
+    rng = np.random.default_rng(seed)
+    return jnp.asarray(rng.normal(size=shape) / shape[-1] ** 0.5, jnp.float32)
+
+
+LABELS = jnp.asarray(np.random.default_rng(0).integers(0, WORDS, ROWS))
+
+
+def vocabulary(w, x):
+    logits = jnp.tanh(x) @ w
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, LABELS))
+
+
+def smoothed(w, x):
+    logits = x @ w
+    kept = logits > -1.0
+    targets = 0.9 * jax.nn.one_hot(LABELS, WORDS) + 0.1 / WORDS
+    losses = -jnp.sum(targets * jax.nn.log_softmax(jnp.where(kept, logits, -9.0)), -1)
+    weights = jnp.where(LABELS > 3, 1.0, 0.5)
+    return jnp.sum(losses * weights) / jnp.sum(weights)
+
+
+def in_batches(w, x):
+    logits = jnp.einsum("bld,dv->blv", x.reshape(4, 6, WIDTH), w)
+    labels = LABELS.reshape(4, 6)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
+    return jnp.mean(jnp.mean(losses, 1)) + 1e-3 * jnp.mean(jnp.max(logits, -1))
+
+
+def attention(w, x):
+    heads = (x @ w).reshape(1, ROWS, 2, 20)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", heads, jnp.sin(heads)) / 4
+    mask = jnp.tril(jnp.ones((ROWS, ROWS), bool))
+    weights = jax.nn.softmax(jnp.where(mask, scores, -1e9), -1)
+    return jnp.mean(jnp.einsum("bhqk,bkhd->bqhd", weights, heads) ** 2)
+
+
+def hidden(w, x):
+    return jnp.mean((jax.nn.gelu(x @ w) @ w.T) ** 2)
+
+
+def with_dropout(w, x):
+    kept = jax.random.bernoulli(jax.random.key(3), 0.5, (ROWS, WORDS))
+    return jnp.mean(jnp.where(kept, jnp.tanh(x @ w), 0) ** 2)
+
+
+def by_example(w, x):
+    norms = jax.vmap(lambda row: jnp.sum(jax.grad(lambda w: vector(w, row))(w) ** 2))
+    return jnp.mean(norms(x))
+
+
+def vector(w, row):
+    return jnp.sum(jnp.tanh(row @ w) ** 2)
+
+
+LOSSES = {
+    fun.__name__: fun
+    for fun in (
+        vocabulary,
+        smoothed,
+        in_batches,
+        attention,
+        hidden,
+        with_dropout,
+        by_example,
+    )
+}
+
+
+def largest_bytes(graph):
+    return max(graph.values[v].nbytes for node in graph.nodes for v in node.writes)
+
+
+@examples(30)
+@given(
+    name=st.sampled_from(sorted(LOSSES)),
+    blocks=st.integers(2, 9),
+    seed=st.integers(0, 5),
+)
+def test_blocks_compute_what_the_whole_does(name, blocks, seed):
+    step = jax.value_and_grad(LOSSES[name], (0, 1))
+    args = draw(seed, WIDTH, WORDS), draw(seed + 1, ROWS, WIDTH)
+    graph = poet_jax.trace(step, *args)
+    cut = blockwise(graph, large_bytes=1, blocks=blocks)
+    results = cut(*jax.tree.leaves(args))
+    for a, b in zip(results, jax.tree.leaves(step(*args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["vocabulary", "smoothed", "in_batches", "hidden"])
+def test_no_large_value_is_left(name):
+    args = draw(0, WIDTH, WORDS), draw(1, ROWS, WIDTH)
+    graph = poet_jax.trace(jax.value_and_grad(LOSSES[name]), *args)
+    cut = blockwise(graph, large_bytes=1, blocks=4)
+    assert largest_bytes(cut) < largest_bytes(graph) / 2
+
+
+@pytest.mark.parametrize("name", ["vocabulary", "attention"])
+def test_a_step_needs_a_fifth_of_what_jit_needs(name):
+    rows, words, width = 512, 2048, 16
+    labels = jnp.arange(rows) % words
+
+    def vocabulary(w, x):
+        logits = jnp.tanh(x) @ w
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+    def attention(w, x):
+        heads = (x @ w[:, :width]).reshape(1, rows, 1, width)
+        return jnp.mean(jax.nn.dot_product_attention(heads, heads, heads) ** 2)
+
+    fun = jax.value_and_grad({"vocabulary": vocabulary, "attention": attention}[name])
+    args = draw(0, width, words), draw(1, rows, width)
+    passes = [functools.partial(blockwise, large_bytes=2**19)]
+    passes = [passes[0] if x is blockwise else x for x in PASSES]
+    make = functools.partial(poet_jax.schedule, fun, passes=passes, **OPTIONS)
+    jit = jax.jit(fun).lower(*args).compile().memory_analysis()
+    assert jit is not None
+    budget = sum(x.nbytes for x in args) + args[0].nbytes + jit.temp_size_in_bytes // 5
+    scheduled = make(budget)
+    assert scheduled.plan(*args).compiled_bytes <= budget
+    for a, b in zip(
+        jax.tree.leaves(scheduled(*args)), jax.tree.leaves(fun(*args)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)
+
+
+def test_what_is_small_or_not_saved_is_left_as_it_is():
+    args = draw(0, WIDTH, WORDS), draw(1, ROWS, WIDTH)
+    graph = poet_jax.trace(jax.grad(vocabulary), *args)
+    assert blockwise(graph) is graph
+    product = poet_jax.trace(jnp.matmul, args[1], args[0])
+    assert blockwise(product, large_bytes=1) is product
+    with pytest.raises(ValueError, match="Put it before group"):
+        blockwise(group(graph), large_bytes=1)
