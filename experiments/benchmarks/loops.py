@@ -16,6 +16,11 @@ it takes about half an hour on two cores. The third command draws loops.png.
 | lstm | LSTM of 1,000 steps, width 128, that adds up marked numbers | Adam |
 | ode | neural ODE of 2,000 steps of Heun's rule, width 64 | Adam |
 | wave | wave equation on 64 x 64 points, 10,000 steps, for its speed | Adam |
+| vocabulary | no loop: logits of 2,048 tokens over 128,000 words | SGD |
+| attention | no loop: causal attention over 8,192 tokens, 2 heads | SGD |
+
+For the last two, `jax.checkpoint` is around the body of a scan over 16 blocks of
+tokens, written by hand.
 
 Columns are those of `experiments.benchmarks.measuring.measure_step`. Expect
 compiled_bytes at most budget_bytes in every row, and in 10 % a ratio of at most that of
@@ -46,6 +51,10 @@ COLUMNS = (
 )
 
 Scan = Callable[..., Any]  # as `lax.scan`, of (body, carry, rows, length)
+
+
+def plain(body, carry, rows, length):
+    return lax.scan(body, carry, rows, length)
 
 
 def checkpoint(body, carry, rows, length):
@@ -182,16 +191,74 @@ def wave(scan: Scan, steps: int = 10_000, points: int = 64):
     return TrainingStep.of(Case(init, loss), optax.adam(1e-3))
 
 
+def by_blocks(scan: Scan, block, rows, count: int = 16):
+    """The sum of `block(rows)` over blocks of the rows, if the scan is not `plain`."""
+    if scan is plain:
+        return block(rows)
+    split = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), rows)
+
+    def add(total, rows):
+        return total + block(rows), None
+
+    return scan(add, jnp.float32(0), split, count)[0]
+
+
+def vocabulary(scan: Scan, words: int = 128_000, tokens: int = 2048, width: int = 128):
+    """The loss of a language model: logits of each token over all words."""
+
+    def init():
+        keys = jax.random.split(jax.random.key(0), 3)
+        kernel = jax.random.normal(keys[0], (words, width)) / math.sqrt(width)
+        labels = jax.random.randint(keys[1], (tokens,), 0, words)
+        return kernel, (), (jax.random.normal(keys[2], (tokens, width)), labels)
+
+    def loss(kernel, rest, batch):
+        def of_tokens(rows):
+            x, labels = rows
+            losses = optax.softmax_cross_entropy_with_integer_labels(
+                jnp.tanh(x) @ kernel.T, labels
+            )
+            return jnp.sum(losses)
+
+        return by_blocks(scan, of_tokens, batch) / tokens, rest
+
+    return TrainingStep.of(Case(init, loss), optax.sgd(0.1))
+
+
+def attention(scan: Scan, tokens: int = 8192, heads: int = 2, width: int = 64):
+    """Causal attention over a long sequence, with scores of all pairs."""
+
+    def init():
+        keys = jax.random.split(jax.random.key(0), 2)
+        kernel = jax.random.normal(keys[0], (width, 3 * width)) / math.sqrt(width)
+        return kernel, (), jax.random.normal(keys[1], (tokens, width))
+
+    def loss(kernel, rest, x):
+        shape = tokens, heads, width // heads
+        q, k, v = (y.reshape(shape) for y in jnp.split(x @ kernel, 3, -1))
+
+        def of_queries(rows):
+            q, places = rows
+            scores = jnp.einsum("qhd,khd->hqk", q, k) / math.sqrt(shape[-1])
+            scores = jnp.where(jnp.arange(tokens) <= places[:, None], scores, -jnp.inf)
+            mixed = jnp.einsum("hqk,khd->qhd", jax.nn.softmax(scores, -1), v)
+            return jnp.sum((mixed.reshape(-1, width) - 1) ** 2)
+
+        total = by_blocks(scan, of_queries, (q, jnp.arange(tokens)))
+        return total / x.size, rest
+
+    return TrainingStep.of(Case(init, loss), optax.sgd(0.1))
+
+
 MODELS: Mapping[str, Callable[[Scan], TrainingStep]] = {
     **{f"gpt{n}": lambda scan, n=n: gpt(n, scan) for n in (12, 24, 48)},
     "lstm": lstm,
     "ode": ode,
     "wave": wave,
+    "vocabulary": vocabulary,
+    "attention": attention,
 }
-CASES = {
-    name: lambda make=make: make(lambda *args: lax.scan(*args))
-    for name, make in MODELS.items()
-}
+CASES = {name: lambda make=make: make(plain) for name, make in MODELS.items()}
 
 
 def beside(model: str) -> dict[str, Callable[..., Any]]:

@@ -8,6 +8,7 @@ from poet_jax.core.graph import Graph, Value
 from poet_jax.core.units import format_bytes
 
 LEAST_SHARE = 0.02  # of the need; less is not worth a word
+LARGE_SHARE = 0.2  # of the need, of a value that is worth cutting
 
 
 def remedies(graph: Graph, need_bytes: int) -> list[str]:
@@ -18,6 +19,7 @@ def remedies(graph: Graph, need_bytes: int) -> list[str]:
         "donate_argnums for the state that the step replaces": _replaceable(graph),
         "poet_jax.to_storage for the state": _movable(graph),
         about_loops: kept_bytes,
+        **_largest_product(graph, need_bytes),
     }
     worth = {name: n for name, n in found.items() if n > LEAST_SHARE * need_bytes}
     return [
@@ -57,6 +59,22 @@ def _movable(graph: Graph) -> int:
         if v in graph.donated and v not in graph.stored
     ]
     return sum(state) - max(state, default=0)
+
+
+def _largest_product(graph: Graph, need_bytes: int) -> dict[str, int]:
+    """What to do about the largest product, if it is a large part of the need, and how
+    many bytes it has."""
+    products = [
+        (_nbytes(graph.values[v]), node.name)
+        for node in graph.nodes
+        if any(e.primitive.name == "dot_general" for e in node.equations)
+        for v in node.writes
+    ]
+    nbytes, name = max(products, default=(0, ""))
+    if nbytes < LARGE_SHARE * need_bytes or name.endswith("]"):  # a block
+        return {}
+    blockwise = f"functools.partial(poet_jax.passes.blockwise, large_bytes={nbytes})"
+    return {f"{blockwise} in passes= for blocks of {name}, if its rows allow": nbytes}
 
 
 def _largest_loop(graph: Graph) -> tuple[str, int]:

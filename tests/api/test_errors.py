@@ -18,7 +18,7 @@ from jax import lax
 from toy import OPTIONS, W, X, gradient, schedule
 
 import poet_jax
-from poet_jax.passes import PASSES, unroll
+from poet_jax.passes import PASSES, blockwise, unroll
 
 # Budgets.
 
@@ -90,6 +90,20 @@ def test_shorter_pieces_of_a_loop_are_advised_and_need_less():
     finer = functools.partial(unroll, most_pieces=int(most))
     better = too_small(stacked, ws, x, passes=(finer, *PASSES[1:]))
     assert better.smallest_bytes < 0.8 * error.smallest_bytes
+
+
+def test_blocks_of_a_large_value_are_advised_and_need_less():
+    def loss(w, x):
+        return jnp.mean(jax.nn.logsumexp(x @ w, -1))
+
+    w, x = jnp.zeros((16, 2048)), jnp.zeros((1024, 16))
+    error = too_small(jax.grad(loss), w, x)
+    (large,) = re.findall(r"blockwise, large_bytes=(\d+)\)", str(error))
+    assert int(large) == 4 * 2048 * 1024
+    finer = functools.partial(blockwise, large_bytes=int(large))
+    passes = [finer if p is blockwise else p for p in PASSES]
+    better = too_small(jax.grad(loss), w, x, passes=passes)
+    assert better.smallest_bytes < 0.5 * error.smallest_bytes
 
 
 @pytest.mark.parametrize("library", ["nnx", "linen"])
