@@ -7,7 +7,7 @@ and its gradient make of them. But a token's loss needs the logits of that token
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from poet_jax.core.graph import Graph, Node
 from poet_jax.core.trace import without_dead_code
 from poet_jax.passes.grouping import is_heavy
 from poet_jax.passes.rewriter import require_single_equations
-from poet_jax.passes.splicing import Splicer
+from poet_jax.passes.splicing import REDUCTIONS, Splicer
 from poet_jax.passes.streaming import ELEMENTWISE
 
 # Smaller values are left as they are, and so is a graph whose nodes need nearly as much
@@ -28,16 +28,8 @@ LEAST_SAVED = 1 / 3
 BLOCKS = 16
 
 # How the results of blocks become that of the whole.
-_COMBINE: dict[str, Callable] = {
-    "dot_general": lax.add,
-    "reduce_sum": lax.add,
-    "reduce_prod": lax.mul,
-    "reduce_max": lax.max,
-    "reduce_min": lax.min,
-    "reduce_and": lax.bitwise_and,
-    "reduce_or": lax.bitwise_or,
-}
-_ALONG_AXES = frozenset(("argmax", "argmin", *_COMBINE)) - {"dot_general"}
+_COMBINE = {"dot_general": lax.add, **REDUCTIONS}
+_ALONG_AXES = frozenset(("argmax", "argmin", *REDUCTIONS))
 
 
 def blockwise(

@@ -22,7 +22,7 @@ from poet_jax.core.graph import Graph, Node
 from poet_jax.core.stack import Cut, Stack
 from poet_jax.core.trace import trace_part, without_dead_code
 from poet_jax.passes.rewriter import require_single_equations
-from poet_jax.passes.splicing import Splicer
+from poet_jax.passes.splicing import REDUCTIONS, Splicer
 from poet_jax.passes.streaming import ELEMENTWISE
 
 # Loops with more equations in all iterations, or more than twice as many iterations as
@@ -33,16 +33,6 @@ MOST_PIECES = 32
 
 # Loops that touch a smaller share of all bytes have nothing to plan for.
 LEAST_SHARE = 1 / 64
-
-# How the reductions of the pieces of an array become that of the array.
-_COMBINE: dict[str, Callable] = {
-    "reduce_sum": lax.add,
-    "reduce_prod": lax.mul,
-    "reduce_max": lax.max,
-    "reduce_min": lax.min,
-    "reduce_and": lax.bitwise_and,
-    "reduce_or": lax.bitwise_or,
-}
 
 
 def unroll(
@@ -290,7 +280,7 @@ class _Unroller(Splicer):
             self.postponed[result] = node
             if any(x in self.split for x in equation.reads):
                 self.cut(result)
-        elif equation.primitive.name in _COMBINE and equation.reads[0] in self.split:
+        elif equation.primitive.name in REDUCTIONS and equation.reads[0] in self.split:
             self.reduce(node, equation)
         else:
             self.emit(node)
@@ -432,7 +422,7 @@ class _Unroller(Splicer):
         if 0 not in axes:
             self.split[result] = pieces
             return
-        combine = _COMBINE[equation.primitive.name]
+        combine = REDUCTIONS[equation.primitive.name]
         total, *others = pieces
         for piece in others:
             (total,) = self.add(

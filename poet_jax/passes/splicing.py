@@ -4,9 +4,21 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jax import lax
+
 from poet_jax.core.equation import Inner, Literal
 from poet_jax.core.graph import Graph, Node, Value
 from poet_jax.core.trace import trace_part
+
+# How the reductions of the pieces of an array become that of the array.
+REDUCTIONS: dict[str, Callable] = {
+    "reduce_sum": lax.add,
+    "reduce_prod": lax.mul,
+    "reduce_max": lax.max,
+    "reduce_min": lax.min,
+    "reduce_and": lax.bitwise_and,
+    "reduce_or": lax.bitwise_or,
+}
 
 
 class Splicer:
