@@ -271,7 +271,9 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
     """Time over memory of each step, as parts of those of `jax.jit`."""
     rows = [row for row in rows if row["ratio"]]
     names = [name for name in MODELS if name in {row["model"] for row in rows}]
-    colours = {"checkpoint": "#E69F00", "nested": "#009E73"}
+    styles = {"checkpoint": ("#E69F00", "jax.checkpoint"),
+              "nested": ("#009E73", "nested scans, checkpointed")}  # fmt: skip
+    shares = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
     with drawn(path, 1.2 + 2.0 * math.ceil(len(names) / 2)) as figure:
         axes = figure.subplots(math.ceil(len(names) / 2), 2, squeeze=False)
         for axis, name in zip(axes.flat, names, strict=False):
@@ -283,14 +285,19 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
             )
             label = "poet_jax, in a budget"
             axis.plot(*zip(*points, strict=True), "o-", color="#0072B2", label=label)
-            for way, colour in colours.items():
+            for way, (colour, label) in styles.items():
                 used = float(own[0][f"{way}_bytes"]) / jit_bytes
-                style = {"color": colour, "label": f"jax.checkpoint, {way}"}
+                style = {"color": colour, "label": label}
                 axis.plot([used], [float(own[0][f"{way}_ratio"])], "s", **style)
             axis.plot([1], [1], "k*", label="jax.jit")
             axis.set_xscale("log")
+            low, _ = axis.get_xlim()
+            ticks = [share for share in shares if share > low]
+            axis.set_xticks(ticks, [f"{100 * share:g}" for share in ticks])
+            axis.set_xticks((), minor=True)
+            axis.set_ylim(0, None)
             axis.set_title(name)
-            axis.set_xlabel("memory over jax.jit's")
+            axis.set_xlabel("memory, % of jax.jit's")
             axis.set_ylabel("time over jax.jit's")
         for axis in axes.flat[len(names) :]:
             axis.set_axis_off()

@@ -31,6 +31,7 @@ README_ROWS = (
 
 Row = dict[str, str]
 SHARES = ("75", "50", "35", "25", "15")  # percent, of the tables of plans
+LOOP_WAYS = ("checkpoint", "nested")  # of training through loops with JAX alone
 SMALL_SHARES = ("75", "50", "25")  # of those of the paper's own graphs
 
 
@@ -356,25 +357,26 @@ def schemes(name: str) -> str:
 
 def loops() -> str:
     """Memory and time of `jax.jit` of training through loops, in each way."""
-    found: dict[str, list[Row]] = {}
+    shares = ("50", "20", "10")
+    found: dict[str, dict[str, Row]] = {}
     for row in read("loops/loops"):
-        found.setdefault(row["model"], []).append(row)
+        found.setdefault(row["model"], {})[row["share"]] = row
 
-    def point(nbytes: str, ratio: str) -> str:
-        return f"{size(nbytes)}, {float(ratio):.2f}" if ratio else "does not fit"
+    def point(row: Row | None, nbytes: str, ratio: str) -> str:
+        if row is None:
+            return "not measured"
+        if not row[ratio]:
+            return "does not fit"
+        return f"{size(row[nbytes])}, {float(row[ratio]):.2f}"
 
-    lines = [
-        [
-            model,
-            size(rows[0]["jit_bytes"]),
-            point(rows[0]["checkpoint_bytes"], rows[0]["checkpoint_ratio"]),
-            point(rows[0]["nested_bytes"], rows[0]["nested_ratio"]),
-            *(point(row["compiled_bytes"], row["ratio"]) for row in rows),
-        ]
-        for model, rows in found.items()
-    ]
-    head = ["loop", "`jax.jit`", "`jax.checkpoint`", "nested scans"]
-    return markdown([[*head, "50 %", "20 %", "10 %"], *lines])
+    lines = []
+    for model, rows in found.items():
+        first = rows[shares[0]]
+        ways = [(first, f"{way}_bytes", f"{way}_ratio") for way in LOOP_WAYS]
+        ways += [(rows.get(share), "compiled_bytes", "ratio") for share in shares]
+        lines.append([model, size(first["jit_bytes"]), *(point(*x) for x in ways)])
+    head = ["step", "`jax.jit`", "`jax.checkpoint`", "nested scans"]
+    return markdown([[*head, *(f"{share} %" for share in shares)], *lines])
 
 
 def loop_compilers() -> str:
@@ -390,7 +392,7 @@ def loop_compilers() -> str:
         for row in read("loops/loops")
         if row["ratio"]
     ]  # fmt: skip
-    return markdown([["loop", "budget", "plan", "compile", "`jax.jit`"], *lines])
+    return markdown([["step", "budget", "plan", "compile", "`jax.jit`"], *lines])
 
 
 TABLES: dict[str, Callable[[], str]] = {
