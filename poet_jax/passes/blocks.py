@@ -16,15 +16,17 @@ from jax import lax
 from poet_jax.core.equation import Equation, Literal
 from poet_jax.core.graph import Graph, Node
 from poet_jax.core.trace import without_dead_code
-from poet_jax.passes.grouping import is_heavy
 from poet_jax.passes.rewriter import require_single_equations
 from poet_jax.passes.splicing import REDUCTIONS, Splicer
 from poet_jax.passes.streaming import ELEMENTWISE
 
-# Smaller values are left as they are, and so is a graph whose nodes need nearly as much
-# after it.
+# Smaller values are left as they are, in bytes and in their part of all that is in RAM
+# at once: what is one of many is kept or made again by the planner. So is a graph whose
+# nodes need nearly as much in blocks, or that has too many of them for a planner.
 LARGE_BYTES = 64 * 2**20
+LEAST_SHARE = 1 / 8
 LEAST_SAVED = 1 / 3
+MOST_NODES = 10_000
 BLOCKS = 16
 
 # How the results of blocks become that of the whole.
@@ -37,11 +39,12 @@ def blockwise(
 ) -> Graph:
     """`graph` with its largest values in blocks along one of their axes.
 
-    Products of at least `large_bytes` are made in blocks, and so is what is computed
-    from them row by row: element-wise, by reductions along other axes, by gathers and
-    scatters within rows, and by products, whose sums over the rows are added up. Where
-    it can, a block goes through all of that before the next one begins. The axis is the
-    one along which nodes need least; if none saves a third, nothing changes.
+    Products of at least `large_bytes`, and of an eighth of what is in RAM at once if
+    everything is kept, are made in blocks, and so is what is computed from them row by
+    row: element-wise, by reductions along other axes, by gathers and scatters within
+    rows, and by products, whose sums over the rows are added up. Where it can, a block
+    goes through all of that before the next one begins. The axis is the one along which
+    nodes need least; if none saves a third, nothing changes.
 
     Sums over the axis are rounded as the sum of the sums over blocks.
     """
@@ -53,13 +56,14 @@ def blockwise(
     for axis, size in enumerate(graph.values[seeds[0]].shape):
         if size >= 2:
             cut = _Blocks(graph, seeds, axis, min(blocks, size)).result()
-            if (nbytes := _floor_bytes(cut)) < least_bytes:
+            nbytes = _floor_bytes(cut)
+            if nbytes < least_bytes and len(cut.nodes) <= MOST_NODES:
                 best, least_bytes = cut, nbytes
     return best
 
 
 def _seeds(graph: Graph, large_bytes: int) -> list[int]:
-    """Large results of expensive operations, all of one shape."""
+    """Large products, all of one shape."""
     large = [
         node.writes[0]
         for node in graph.nodes
@@ -67,13 +71,30 @@ def _seeds(graph: Graph, large_bytes: int) -> list[int]:
         and len(node.writes) == 1
         and graph.values[node.writes[0]].nbytes >= large_bytes
         and node.equations[0].primitive.name == "dot_general"
-        and is_heavy(node)
     ]
     if not large:
         return []
     most = max(large, key=lambda v: graph.values[v].nbytes)
+    if graph.values[most].nbytes < LEAST_SHARE * _peak_bytes(graph):
+        return []
     shape = graph.values[most].shape
     return [v for v in large if graph.values[v].shape == shape]
+
+
+def _peak_bytes(graph: Graph) -> int:
+    """In RAM at once beside arguments, if every value is kept until its last read."""
+    live = peak = 0
+    for number, node in enumerate(graph.nodes):
+        live += sum(graph.values[v].nbytes for v in node.writes)
+        peak = max(peak, live)
+        live -= sum(
+            graph.values[v].nbytes
+            for v in (*node.reads, *node.writes)
+            if v in graph.producer
+            and v not in graph.leaving
+            and (graph.readers[v] or (number,))[-1] == number
+        )
+    return peak
 
 
 def _floor_bytes(graph: Graph) -> int:
