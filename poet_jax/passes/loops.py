@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax.core.equation import Equation, Literal
+from poet_jax.core.equation import Equation, Literal, unrolled
 from poet_jax.core.graph import Graph, Node
 from poet_jax.core.stack import Cut, Stack
 from poet_jax.core.trace import trace_part, without_dead_code
@@ -56,12 +56,12 @@ def unroll(
       most_pieces: of a loop of more than twice as many iterations. With more pieces a
         step needs less memory, and takes longer to plan and to compile.
     """
-    if graph.stacks:  # was here before
-        return graph
-    cuts = _cuts(graph, most_equations, most_pieces)
-    if cuts:
+    pieces: set[int] = set()
+    while cuts := _cuts(graph, most_equations, most_pieces, pieces):
         require_single_equations(graph)
-    return _Unroller(graph, cuts).result() if cuts else graph
+        unroller = _Unroller(graph, cuts, pieces)
+        graph = unroller.result()  # with loops that were in iterations
+    return graph
 
 
 class _Loop:
@@ -86,18 +86,22 @@ class _Loop:
         self.stacked = equation.results[carries:]
 
     @classmethod
-    def of(cls, node: Node) -> "_Loop | None":
-        """The loop that a node is, if it is one that may be cut."""
+    def of(cls, node: Node, pieces: Collection[int]) -> "_Loop | None":
+        """The loop that a node is, if it is one that may be cut, and no piece of one.
+
+        Of `pieces` these are the identities of their parameters.
+        """
         if len(node.equations) != 1 or not node.repeatable:
             return None
         (equation,) = node.equations
-        return cls(equation) if equation.primitive.name == "scan" else None
+        if equation.primitive.name != "scan" or id(equation.params) in pieces:
+            return None
+        return cls(equation)
 
-    @property
-    def size(self) -> int:
-        """Equations of an iteration."""
+    def size(self, most_pieces: int) -> int:
+        """Equations of an iteration, with loops inside that are cut in turn."""
         ((equations, _),) = self.equation.inner
-        return len(equations)
+        return sum(min(runs, most_pieces) for _, runs in unrolled(equations))
 
     @property
     def carry_bytes(self) -> int:
@@ -157,21 +161,23 @@ def _nbytes(shapes: Iterable[jax.ShapeDtypeStruct]) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes)
 
 
-def _cuts(graph: Graph, most_equations: int, most_pieces: int) -> dict[int, Cut]:
+def _cuts(
+    graph: Graph, most_equations: int, most_pieces: int, pieces: Collection[int]
+) -> dict[int, Cut]:
     """How loops are cut, by their length."""
     least_bytes = LEAST_SHARE * sum(value.nbytes for value in graph.values)
     loops = defaultdict(list)
     for node in graph.nodes:
-        if (loop := _Loop.of(node)) is not None:
+        if (loop := _Loop.of(node, pieces)) is not None:
             loops[loop.length].append(loop)
     cuts = {}
     for length, each in loops.items():
         if length < 2 or sum(loop.nbytes for loop in each) < least_bytes:
             continue
-        equations = length * sum(loop.size for loop in each)
+        equations = length * sum(loop.size(most_pieces) for loop in each)
         is_short = length <= 2 * most_pieces and equations <= most_equations
-        pieces = length if is_short else min(length, _square_root(each), most_pieces)
-        cuts[length] = Cut.of(length, pieces)
+        few = min(length, _square_root(each), most_pieces)
+        cuts[length] = Cut.of(length, length if is_short else few)
     return cuts
 
 
@@ -185,9 +191,10 @@ def _square_root(loops: Sequence[_Loop]) -> int:
 
 
 class _Unroller(Splicer):
-    def __init__(self, graph: Graph, cuts: dict[int, Cut]):
+    def __init__(self, graph: Graph, cuts: dict[int, Cut], loops: set[int]):
         super().__init__(graph)
         self.cuts = cuts
+        self.loops = loops  # pieces that are loops, by the identity of parameters
         self.instead: dict[Any, Any] = {}  # values by what they are now
         self.split: dict[Any, list[Any]] = {}  # values that are made in pieces
         self.postponed: dict[Any, Node] = {}  # makers of values not needed so far
@@ -195,7 +202,8 @@ class _Unroller(Splicer):
         self.needed: set[int] = set()  # of what is whole, that which is read so
         self.may_be_pieces = {
             v
-            for v in set(graph.arguments) - graph.stored.keys() - {*graph.references}
+            for v in set(graph.arguments)
+            - {*graph.stored, *graph.references, *graph.stacks}
             if graph.values[v].shape[:1] and graph.values[v].shape[0] in cuts
         }
 
@@ -203,15 +211,21 @@ class _Unroller(Splicer):
         graph = self.graph
         for node in graph.nodes:
             self.visit(node)
-        stacks = self.stacks()
-        outputs: list[int] = []
-        taken = {*graph.arguments, *self.constants}
-        for value in graph.outputs:
-            now = value if value in stacks else self.whole(value)
+        stacks, taken = self.stacks(), {*graph.arguments, *self.constants}
+
+        def own(value: int) -> int:
+            """What an output is now, in memory of its own."""
+            now = self.whole(value)
             if isinstance(now, Literal) or now in taken:
                 (now,) = self.add(graph.values[value].name, False, jnp.copy, [now])
             taken.add(now)
-            outputs.append(now)
+            return now
+
+        for value, stack in graph.stacks.items():
+            if stack.over is not None:
+                stack = dataclasses.replace(stack, values=tuple(map(own, stack.values)))
+            stacks[value] = stack
+        outputs = tuple(v if v in stacks else own(v) for v in graph.outputs)
         landing = {self.whole(v): x for v, x in graph.landing.items()}
         nodes = (*self.sliced(stacks), *self.nodes)
         pieces = (x for v in graph.donated & stacks.keys() for x in stacks[v].values)
@@ -220,7 +234,7 @@ class _Unroller(Splicer):
                 graph,
                 values=tuple(self.values),
                 nodes=nodes,
-                outputs=tuple(outputs),
+                outputs=outputs,
                 constants=self.constants,
                 donated=graph.donated.union(pieces),
                 landing=landing,
@@ -232,7 +246,7 @@ class _Unroller(Splicer):
         """Arguments that are read in pieces only, and outputs that are made in pieces
         and take the memory of such an argument, as `jax.jit` chooses it."""
         graph, stacks = self.graph, {}
-        for value in (*graph.outputs, *graph.landing):
+        for value in (*graph.leaving, *graph.landing):
             if value not in self.split:
                 self.whole(value)
         for value in sorted(self.may_be_pieces & self.slices.keys() - self.needed):
@@ -272,7 +286,7 @@ class _Unroller(Splicer):
 
     def visit(self, node: Node) -> None:
         (equation,) = node.equations
-        loop = _Loop.of(node)
+        loop = _Loop.of(node, self.loops)
         if loop is not None and loop.length in self.cuts:
             self.unroll(node, loop)
         elif self.goes_by_pieces(equation):
@@ -330,7 +344,12 @@ class _Unroller(Splicer):
             count = None if cut.is_rows else cut.rows(number)
             key = (loop.equation, count)
             if key not in self.parts:
-                self.parts[key] = loop.piece(count), {}
+                part = loop.piece(count)
+                self.parts[key] = part, {}
+                if count is not None:
+                    self.loops.update(
+                        id(e.params) for x in part.nodes for e in x.equations
+                    )
             name = f"{node.name}[{'-'.join(map(str, cut.bounds[number]))}]"
             results = self.splice(
                 self.parts[key],

@@ -189,6 +189,40 @@ def test_stacked_state_is_updated_where_it_lies():
     assert caught.value.smallest_bytes < 3.9 * params_bytes
 
 
+@pytest.mark.parametrize("donated", [(), (0, 1)])
+def test_loops_in_an_iteration_are_cut_in_turn(donated):
+    """Layers in a scan, in a scan over microbatches."""
+    _, (params, _, x) = layers(3)
+
+    def loss(params, x):
+        def layer(x, row):
+            up, down = row
+            return x + jax.nn.gelu(x @ up) @ down, None
+
+        return jnp.mean(lax.scan(layer, x, params)[0] ** 2)
+
+    def step(params, momentum, x):
+        def add(total, part):
+            value, gradients = jax.value_and_grad(loss)(params, part)
+            return jax.tree.map(jnp.add, total, gradients), value
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        total, values = lax.scan(add, zeros, x.reshape(4, -1, x.shape[1]))
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, momentum, total)
+        params = jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum)
+        return params, momentum, values
+
+    args = params, jax.tree.map(jnp.ones_like, params), x
+    graph = unroll(poet_jax.trace(jax.jit(step, donate_argnums=donated), *args))
+    assert not any(map(is_scan, graph.nodes))
+    assert_close(graph(*jax.tree.leaves(args)), jax.tree.leaves(step(*args)))
+    scheduled = poet_jax.schedule(
+        step, "60%", donate_argnums=donated, executor=STAGES, **OPTIONS
+    )
+    expected = step(*args)
+    assert_close(scheduled(*args), expected)
+
+
 def recurrence(length):
     def loss(w, rows):
         def step(h, x):
