@@ -109,7 +109,7 @@ def test_a_prng_key_is_not_paged():
         (poet_jax.core.Value("key", 8, pageable=False),),
         (poet_jax.core.Node("key", (), (0,)),),
     )
-    with pytest.raises(poet_jax.PlanInvalid, match="PRNG key"):
+    with pytest.raises(poet_jax.PlanInvalid, match="'key', which may not be paged"):
         poet_jax.lower(graph, plan(Compute(0), PageOut(0)))
 
 
