@@ -21,6 +21,7 @@ from poet_jax.core.equation import Equation, Literal, unrolled
 from poet_jax.core.graph import Graph, Node
 from poet_jax.core.stack import Cut, Stack
 from poet_jax.core.trace import trace_part, without_dead_code
+from poet_jax.passes.grouping import TINY_BYTES
 from poet_jax.passes.rewriter import require_single_equations
 from poet_jax.passes.splicing import REDUCTIONS, Splicer
 from poet_jax.passes.streaming import ELEMENTWISE
@@ -31,7 +32,8 @@ from poet_jax.passes.streaming import ELEMENTWISE
 MOST_EQUATIONS = 10_000
 MOST_PIECES = 32
 
-# Loops that touch a smaller share of all bytes have nothing to plan for.
+# Loops that touch a smaller share of all bytes, or a tiny value in each iteration, have
+# nothing to plan for.
 LEAST_SHARE = 1 / 64
 
 
@@ -57,7 +59,7 @@ def unroll(
         step needs less memory, and takes longer to plan and to compile.
     """
     pieces: set[int] = set()
-    while cuts := _cuts(graph, most_equations, most_pieces, pieces):
+    while cuts := _cuts(graph, most_equations - len(graph.nodes), most_pieces, pieces):
         require_single_equations(graph)
         unroller = _Unroller(graph, cuts, pieces)
         graph = unroller.result()  # with loops that were in iterations
@@ -172,7 +174,8 @@ def _cuts(
             loops[loop.length].append(loop)
     cuts = {}
     for length, each in loops.items():
-        if length < 2 or sum(loop.nbytes for loop in each) < least_bytes:
+        nbytes = sum(loop.nbytes for loop in each)
+        if length < 2 or nbytes < max(least_bytes, TINY_BYTES * length):
             continue
         equations = length * sum(loop.size(most_pieces) for loop in each)
         is_short = length <= 2 * most_pieces and equations <= most_equations

@@ -91,7 +91,7 @@ def training(options, seed=0):
     n = options.length
     params = draw(n, 8, 8), draw(n, 8)
     momentum = jax.tree.map(jnp.ones_like, params)
-    return step, (params, momentum, draw(32, 8), draw(n, 32, 8))
+    return step, (params, momentum, draw(256, 8), draw(n, 256, 8))
 
 
 def assert_close(left, right):
@@ -99,7 +99,7 @@ def assert_close(left, right):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)
 
 
-@examples(15)
+@examples(10)
 @given(options=options, way=st.sampled_from(sorted(WAYS)))
 def test_pieces_compute_what_the_loop_computes(options, way):
     step, args = training(options)
@@ -228,9 +228,9 @@ def recurrence(length):
         def step(h, x):
             return jnp.tanh(h @ w + x), None
 
-        return jnp.mean(lax.scan(step, jnp.zeros((16, 32)), rows)[0] ** 2)
+        return jnp.mean(lax.scan(step, jnp.zeros((64, 32)), rows)[0] ** 2)
 
-    return jax.value_and_grad(loss), (jnp.eye(32) * 0.5, jnp.ones((length, 16, 32)))
+    return jax.value_and_grad(loss), (jnp.eye(32) * 0.5, jnp.ones((length, 64, 32)))
 
 
 def test_a_long_loop_needs_the_root_of_its_length():
