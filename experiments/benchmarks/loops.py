@@ -172,7 +172,7 @@ def ode(scan: Scan, steps: int = 2000, width: int = 64, batch: int = 64):
 
 
 def wave(scan: Scan, steps: int = 10_000, points: int = 64):
-    """The speed of a wave at each point, from what is seen of it at the end."""
+    """A wave equation whose speed at each point is fitted to the final field."""
 
     def init():
         grid = jnp.arange(points)

@@ -109,7 +109,7 @@ class _Builder:
         self.consts = consts
 
     def build(self, traced, shared: bool = False) -> Graph:
-        """The graph; without copies of what is `shared`, an output and an argument."""
+        """The graph. With `shared`, an output may be an argument, or another output."""
         jaxpr = traced.jaxpr.jaxpr
         leaves = jax.tree_util.tree_leaves_with_path(traced.args_info)
         env: dict[Any, Any] = {}

@@ -15,21 +15,22 @@ from jax import lax
 
 from poet_jax.core.equation import Equation, Literal
 from poet_jax.core.graph import Graph, Node
+from poet_jax.core.stack import Cut
 from poet_jax.core.trace import without_dead_code
 from poet_jax.passes.rewriter import require_single_equations
 from poet_jax.passes.splicing import REDUCTIONS, Splicer
 from poet_jax.passes.streaming import ELEMENTWISE
 
-# Smaller values are left as they are, in bytes and in their part of all that is in RAM
-# at once: what is one of many is kept or made again by the planner. So is a graph whose
-# nodes need nearly as much in blocks, or that has too many of them for a planner.
+# The pass leaves smaller values alone, and those that are one of many, which the
+# planner keeps or rematerialises. It also leaves a graph alone that needs nearly as
+# much in blocks, or has too many nodes for a planner then.
 LARGE_BYTES = 64 * 2**20
 LEAST_SHARE = 1 / 8
 LEAST_SAVED = 1 / 3
 MOST_NODES = 10_000
 BLOCKS = 16
 
-# How the results of blocks become that of the whole.
+# Operations that combine the results of blocks.
 _COMBINE = {"dot_general": lax.add, **REDUCTIONS}
 _ALONG_AXES = frozenset(("argmax", "argmin", *REDUCTIONS))
 
@@ -39,12 +40,12 @@ def blockwise(
 ) -> Graph:
     """`graph` with its largest values in blocks along one of their axes.
 
-    Products of at least `large_bytes`, and of an eighth of what is in RAM at once if
-    everything is kept, are made in blocks, and so is what is computed from them row by
-    row: element-wise, by reductions along other axes, by gathers and scatters within
-    rows, and by products, whose sums over the rows are added up. Where it can, a block
-    goes through all of that before the next one begins. The axis is the one along which
-    nodes need least; if none saves a third, nothing changes.
+    It makes products of at least `large_bytes` in blocks, if they take an eighth of
+    keep-all's peak. What is computed from them row by row follows: element-wise
+    operations, reductions along other axes, gathers and scatters within rows. Products
+    that sum over the rows are added up. Where it can, a block goes through all of that
+    before the next one begins. The axis is the one along which nodes need least; if
+    none saves a third, nothing changes.
 
     Sums over the axis are rounded as the sum of the sums over blocks.
     """
@@ -201,7 +202,7 @@ def _product(equation: Equation, first: int, axis: int) -> _Way:
 
 
 def _by_rows(equation: Equation, first: int, axis: int) -> _Way | None:
-    """A gather or a scatter, each row of which stays in its row."""
+    """A gather or a scatter that moves nothing from one row to another."""
     name, params = equation.primitive.name, equation.params
     numbers = params["dimension_numbers"]
     rows = numbers.operand_batching_dims
@@ -275,8 +276,7 @@ class _Blocks(Splicer):
         super().__init__(graph)
         self.seeds, self.axis = set(seeds), axis
         self.length = graph.values[seeds[0]].shape[axis]
-        ends = [self.length * number // blocks for number in range(blocks + 1)]
-        self.bounds = list(zip(ends, ends[1:], strict=False))
+        self.bounds = Cut.of(self.length, blocks).bounds
         self.least = graph.values[seeds[0]].nbytes // 4  # bytes of what is large
         # Values in blocks: along which axis, and the blocks.
         self.split: dict[Any, tuple[int | None, list[int]]] = {}
@@ -290,6 +290,10 @@ class _Blocks(Splicer):
             self.visit(node)
         outputs = tuple(self.whole(v) for v in self.graph.outputs)
         landing = {self.whole(v): x for v, x in self.graph.landing.items()}
+        stacks = {
+            v: dataclasses.replace(x, values=tuple(map(self.whole, x.values)))
+            for v, x in self.graph.stacks.items()
+        }
         return without_dead_code(
             dataclasses.replace(
                 self.graph,
@@ -298,6 +302,7 @@ class _Blocks(Splicer):
                 outputs=outputs,
                 constants=self.constants,
                 landing=landing,
+                stacks=stacks,
             )
         )
 

@@ -10,7 +10,7 @@ from poet_jax.core.equation import Inner, Literal
 from poet_jax.core.graph import Graph, Node, Value
 from poet_jax.core.trace import trace_part
 
-# How the reductions of the pieces of an array become that of the array.
+# Operations that combine reductions of pieces into the reduction of the whole.
 REDUCTIONS: dict[str, Callable] = {
     "reduce_sum": lax.add,
     "reduce_prod": lax.mul,
@@ -87,12 +87,7 @@ class Splicer:
                 x: Inner() for e in node.equations for x in e.results if x not in known
             }
             equations = [
-                dataclasses.replace(
-                    e.renamed(
-                        known | {x: Inner() for x in e.results if x not in known}
-                    ),
-                    unknown=frozenset(),
-                )
+                dataclasses.replace(e.renamed(known), unknown=frozenset())
                 for e in node.equations
             ]
             writes = [known[v] for v in node.writes]

@@ -100,8 +100,8 @@ def _largest_loop(graph: Graph) -> tuple[str, int]:
         for n, name in loops.items()
     ]
     nbytes, name = max(kept, default=(0, ""))
-    whole, piece, _ = name.partition("[")
-    if not piece:
+    whole, _, _ = name.rpartition("[")
+    if not name.endswith("]"):
         return f"jax.checkpoint in the body of {name}", nbytes
     pieces = sum(x.startswith(f"{whole}[") for x in set(loops.values()))
     unroll = f"functools.partial(poet_jax.passes.unroll, most_pieces={2 * pieces})"

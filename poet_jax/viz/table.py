@@ -80,7 +80,7 @@ def remarks(
 
 
 def closed_loops(graph: Graph, least_bytes: int) -> list[str]:
-    """Loops of which a plan decides as a whole, with the bytes that each writes."""
+    """Loops that a plan treats as one node, with the bytes that each writes."""
     loops = [
         (sum(graph.values[v].nbytes for v in node.writes), node.name)
         for node in graph.nodes

@@ -13,7 +13,7 @@ from strategies import examples
 from toy import OPTIONS
 
 import poet_jax
-from poet_jax.passes import PASSES, blockwise, group
+from poet_jax.passes import PASSES, blockwise, group, unroll
 
 ROWS, WIDTH, WORDS = 24, 8, 40
 
@@ -142,6 +142,26 @@ def test_a_step_needs_a_fifth_of_what_jit_needs(name):
         jax.tree.leaves(scheduled(*args)), jax.tree.leaves(fun(*args)), strict=True
     ):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)
+
+
+def test_stacked_state_may_be_what_blocks_add_up():
+    """The new rows are gradients of products, which sum over the blocks."""
+    ws, x = draw(0, 2, 8, 512), draw(1, 96, 8)
+
+    def step(ws, x):
+        def loss(ws):
+            def layer(h, w):
+                return h + jnp.sum(jnp.tanh(h @ w), -1, keepdims=True) / 512, None
+
+            return jnp.mean(jax.lax.scan(layer, x, ws)[0] ** 2)
+
+        return jax.grad(loss)(ws)
+
+    expected = step(ws, x)
+    graph = unroll(poet_jax.trace(jax.jit(step, donate_argnums=0), ws, x))
+    cut = blockwise(graph, large_bytes=1, blocks=4)
+    assert cut is not graph and cut.stacks
+    np.testing.assert_allclose(cut(ws, x)[0], expected, rtol=2e-4, atol=1e-6)
 
 
 def test_what_is_small_or_not_saved_is_left_as_it_is():
