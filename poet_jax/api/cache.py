@@ -2,12 +2,14 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
 import os
 import pathlib
 import types
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -59,15 +61,20 @@ class PlanCache:
             )
 
     def plan(
-        self, planner: Planner, graph: Graph, costs: Costs, budget: Budget
+        self,
+        planner: Planner,
+        graph: Graph,
+        costs: Costs,
+        budget: Budget,
+        make: Callable[[], Plan] | None = None,
     ) -> Plan:
-        """`planner(graph, costs, budget)`, or the plan kept of it."""
+        """`planner(graph, costs, budget)`, or the plan kept of it, or else `make()`."""
         path = self._path("plan", graph, costs, budget, planner)
         with contextlib.suppress(*UNREADABLE):
             plan = plan_from_dict(graph, json.loads(path.read_text()))
             if fits(simulate(lower(graph, plan), costs), budget):
                 return plan
-        plan = planner(graph, costs, budget)
+        plan = make() if make else planner(graph, costs, budget)
         if not plan.statistics.get("interrupted"):
             self._save(path, plan_to_dict(graph, plan))
         return plan
@@ -115,16 +122,21 @@ class PlanCache:
 
 
 class _Keeping(BasePlanner):
-    """A planner whose plans are kept in a cache."""
+    """A planner whose plans are kept in a cache, whoever makes them `now`."""
 
-    def __init__(self, cache: PlanCache, planner: Planner):
+    def __init__(self, cache: PlanCache, planner: Planner, now: Planner | None = None):
         self.cache, self.planner = cache, planner
-        self.objective = BasePlanner.of(planner).objective
+        self.now = BasePlanner.of(now or planner)
+        self.objective = self.now.objective
+
+    def hastened(self) -> "_Keeping":
+        return _Keeping(self.cache, self.planner, self.now.hastened())
 
     def __call__(
         self, graph: Graph, costs: Costs, budget: Budget, start: Plan | None = None
     ) -> Plan:
-        return self.cache.plan(self.planner, graph, costs, budget)
+        make = functools.partial(self.now, graph, costs, budget, start)
+        return self.cache.plan(self.planner, graph, costs, budget, make)
 
 
 def plan_key(graph: Graph, costs: Costs, budget: BudgetLike, planner: Planner) -> str:

@@ -243,6 +243,10 @@ class BasePlanner(abc.ABC):
         """A plan; `start`, an earlier one that may fit, is a hint. Raises
         BudgetTooSmall."""
 
+    def hastened(self) -> "BasePlanner":
+        """This planner with half the time, for a plan that has to be made again."""
+        return self
+
     @staticmethod
     def of(planner: Planner) -> "BasePlanner":
         """`planner` itself, or one that calls it and has the defaults."""

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,24 +11,31 @@ import numpy as np
 from poet_jax.core.costs import Costs
 from poet_jax.core.errors import BudgetTooSmall
 from poet_jax.core.graph import Graph, Value
-from poet_jax.core.plan import Budget, Free, Plan, Planner
+from poet_jax.core.plan import BasePlanner, Budget, Free, Plan, Planner
 from poet_jax.core.program import Program, lower
 from poet_jax.core.units import format_bytes
 from poet_jax.emit.stages import cut
-from poet_jax.planners.planner import budget_too_small, judge_plan, keep_everything
+from poet_jax.planners.planner import (
+    Judged,
+    budget_too_small,
+    judge_plan,
+    keep_everything,
+)
 
 logger = logging.getLogger("poet_jax")
 
-ROUNDS = 4
 # Of what is beside arguments and results: XLA's arena was seen to be 2 to 12 % larger
 # than what lives in it at once.
 MARGIN = 0.1
 # Of the room, what a stage may fill at first and if that does not fit. The wider stages
 # are, the more XLA fuses in them, and the less it keeps to the plan's order.
-WIDE, NARROW = 1.0, 0.5
+SHARES = 1.0, 0.5
 # XLA pads each small array to 64 bytes: a transfer's record, its place among the
 # results, and the number that says that it is done.
 RECORD_BYTES = 3 * 64
+# The last bytes cost most: with so much more than the leanest plan has beside arguments
+# and results, plans are far cheaper.
+EASE = 0.05
 # Of what a plan gives up, XLA's arena gives up so much: it packs less well the more is
 # moved and made again.
 SAVED = 0.5
@@ -62,96 +69,155 @@ def compile_within(
 ) -> Fitted:
     """A plan whose compiled step needs at most the budget.
 
-    Where the compiler needs a little more, stages are made narrower; where it needs far
-    more, or that does not help, the plan is made again for so much less. At last the
-    leanest plan is tried, with each node as a stage. Raises BudgetTooSmall if that does
-    not fit either; it says what that needs, compiled.
+    Where the compiler needs more, the plan is made again for so much less, with
+    narrower stages. At last come a plan near the leanest one and that one itself, with
+    each node as a stage. Raises BudgetTooSmall if that does not fit either; it says
+    what fits, compiled.
 
     `build` compiles a program whose runs are stages. `scratch` [N] is what libraries
     allocate for each node without XLA's knowledge. `first` is (allowed, stage_bytes) to
     begin with, of what fitted in an earlier process.
     """
-    limit = budget.memory_bytes
-    seen, seen_costs = as_allocated(graph, costs, scratch)
-    held_bytes = _held_bytes(seen, seen_costs)
-    allowed = int(limit - MARGIN * max(0, limit - held_bytes))
-    if first is not None:
-        allowed = first[0]
-    plan, share, refused = None, WIDE, None
-    for number in range(1, ROUNDS + 1):
-        if plan is None:
-            within = dataclasses.replace(
-                budget, memory_bytes=allowed if number < ROUNDS else 1
-            )
-            try:
-                seen, plan = _planned(seen, seen_costs, planner, within)
-            except BudgetTooSmall as error:
-                if error.smallest_bytes <= within.memory_bytes:
-                    raise  # something else than memory does not fit
-                refused, allowed, share = error, error.smallest_bytes, 0.0
-                within = dataclasses.replace(budget, memory_bytes=allowed)
-                try:
-                    seen, plan = _planned(seen, seen_costs, planner, within)
-                except BudgetTooSmall:  # its time was up before it found that again
-                    plan = error.plan
-        program = lower(graph, plan)
-        stage_bytes = held_bytes + int(share * (allowed - held_bytes)) if share else 0
-        if first is not None and number == 1:
-            stage_bytes = first[1]
-        staged = cut(program, seen_costs, stage_bytes)
-        judged = judge_plan(seen, seen_costs, plan)
-        planned_bytes = judged.usage.peak_bytes
-        step = build(staged)
-        excess = step.nbytes - limit
+    fitting = _Fitting(graph, costs, planner, budget, build, scratch)
+    for plan, allowed, stage_bytes in fitting.attempts(first):
+        step = fitting.compiled(plan, stage_bytes)
+        if fitting.excess_bytes <= 0:
+            return Fitted(plan, step, fitting.compilations, allowed, stage_bytes)
+    raise fitting.too_small()
+
+
+class _Fitting:
+    """Plans for a step until one fits; see `compile_within`.
+
+    Attributes:
+      compilations: how many there were, and what the last one needs in RAM:
+      compiled_bytes.
+      leanest: the plan of least memory that the planner named, which needs
+      smallest_bytes; no plan needs less than least_bytes.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        costs: Costs,
+        planner: Planner,
+        budget: Budget,
+        build: Callable[[Program], Any],
+        scratch: Sequence[int],
+    ):
+        self.graph, self.budget, self.build = graph, budget, build
+        self.planner = BasePlanner.of(planner)
+        self.limit = budget.memory_bytes
+        self.seen, self.costs = as_allocated(graph, costs, scratch)
+        self.held_bytes = _held_bytes(self.seen, self.costs)
+        self.compilations = self.compiled_bytes = 0
+        self.has_planned = False
+        self.leanest: Plan | None = None
+        self.smallest_bytes = self.least_bytes = 0
+
+    @property
+    def excess_bytes(self) -> int:
+        """Of what was compiled last, over the budget."""
+        return self.compiled_bytes - self.limit
+
+    def attempts(
+        self, first: tuple[int, int] | None
+    ) -> Iterator[tuple[Plan, int, int]]:
+        """(plan, bytes that the planner and each stage were given), one after the other
+        as long as none fits."""
+        held_bytes, room_bytes = self.held_bytes, max(0, self.limit - self.held_bytes)
+        allowed, stage_bytes = int(self.limit - MARGIN * room_bytes), None
+        if first is not None:
+            allowed, stage_bytes = first
+        for share in SHARES:
+            plan = self.planned(allowed)
+            if plan is None:
+                break
+            if stage_bytes is None:
+                stage_bytes = held_bytes + int(share * (allowed - held_bytes))
+            yield plan, allowed, stage_bytes
+            planned = min(allowed, self.judged(plan).usage.peak_bytes) - held_bytes
+            less = max(planned - self.excess_bytes / SAVED, planned / 2)
+            allowed, stage_bytes = max(1, held_bytes + int(less)), None
+        yield from self.lean_attempts()
+
+    def lean_attempts(self) -> Iterator[tuple[Plan, int, int]]:
+        """As `attempts`, of plans in little more than the least memory, or in that."""
+        if self.leanest is None and (plan := self.planned(1)) is not None:
+            self.leanest = plan
+            yield plan, 1, 0
+            return
+        assert self.leanest is not None
+        least = self.judged(self.leanest).usage.peak_bytes
+        eased = least + int(EASE * max(0, least - self.held_bytes))
+        if least < eased and (plan := self.planned(eased)) is not None:
+            yield plan, eased, 0
+            if self.excess_bytes > 2 * MARGIN * (eased - self.held_bytes):
+                return  # the leanest will not make up for that
+        yield self.leanest, least, 0
+
+    def planned(self, allowed: int) -> Plan | None:
+        """A plan within so many bytes that never drops resident state, since XLA holds
+        arguments to the end; None if there is none. All but the first take half the
+        time.
+        """
+        within = dataclasses.replace(self.budget, memory_bytes=allowed)
+        planner = self.planner.hastened() if self.has_planned else self.planner
+        self.has_planned = True
+        try:
+            plan = planner(self.seen, self.costs, within, self.leanest)
+            while plan.resident:
+                program = lower(self.seen, plan)
+                freed = {x.value for x in program.instructions if isinstance(x, Free)}
+                successors = self.seen.successors
+                freed.update(v for v in plan.resident if successors[v] in freed)
+                if freed.isdisjoint(plan.resident):
+                    break
+                # What stays may be freed in the next plan, which has less room.
+                waiting = self.seen.waiting
+                stays = plan.resident - freed if waiting is None else frozenset()
+                self.seen = dataclasses.replace(self.seen, waiting=stays)
+                plan = planner(self.seen, self.costs, within, self.leanest)
+        except BudgetTooSmall as error:
+            if error.plan is None or error.smallest_bytes <= allowed:
+                raise  # something else than memory does not fit
+            if self.leanest is None or error.smallest_bytes < self.smallest_bytes:
+                self.leanest, self.smallest_bytes = error.plan, error.smallest_bytes
+            self.least_bytes = max(self.least_bytes, error.least_bytes)
+            return None
+        return plan
+
+    def compiled(self, plan: Plan, stage_bytes: int) -> Any:
+        """The step of a plan whose stages fill so many bytes."""
+        staged = cut(lower(self.graph, plan), self.costs, stage_bytes)
+        step = self.build(staged)
+        self.compilations += 1
+        self.compiled_bytes = step.nbytes
         logger.info(
             "compilation %d: planned %s in %d stages and transfers, compiled %s of %s",
-            number,
-            format_bytes(planned_bytes),
+            self.compilations,
+            format_bytes(self.judged(plan).usage.peak_bytes),
             sum(not isinstance(x, Free) for x in staged.instructions),
             format_bytes(step.nbytes),
-            format_bytes(limit),
+            format_bytes(self.limit),
         )
-        if excess <= 0:
-            return Fitted(plan, step, number, allowed, stage_bytes)
-        if refused is not None or number == ROUNDS:
-            raise budget_too_small(
-                seen,
-                seen_costs,
-                budget,
-                judged,
-                plan.planner,
-                least_bytes=0 if refused is None else refused.least_bytes,
-                compiled_bytes=step.nbytes,
-            )
-        if share == WIDE and excess <= MARGIN * (limit - held_bytes):
-            share = NARROW
-        else:
-            planned = min(allowed, planned_bytes) - held_bytes
-            allowed = held_bytes + int(max(planned - excess / SAVED, planned / 2))
-            plan, allowed = None, max(1, allowed)
-    raise AssertionError("the last round returns or raises")
+        return step
 
+    def judged(self, plan: Plan) -> Judged:
+        return judge_plan(self.seen, self.costs, plan)
 
-def _planned(
-    graph: Graph, costs: Costs, planner: Planner, budget: Budget
-) -> tuple[Graph, Plan]:
-    """A plan that never drops resident state, since XLA holds arguments to the end.
-
-    The graph is the one that it is for: its `waiting` excludes what an earlier plan
-    dropped.
-    """
-    plan = planner(graph, costs, budget)
-    while plan.resident:
-        program = lower(graph, plan)
-        freed = {x.value for x in program.instructions if isinstance(x, Free)}
-        freed.update(v for v in plan.resident if graph.successors[v] in freed)
-        if freed.isdisjoint(plan.resident):
-            break
-        # What stays may be freed in the next plan, which has less room.
-        stays = plan.resident - freed if graph.waiting is None else frozenset()
-        graph = dataclasses.replace(graph, waiting=stays)
-        plan = planner(graph, costs, budget)
-    return graph, plan
+    def too_small(self) -> BudgetTooSmall:
+        """The error after the last attempt."""
+        assert self.leanest is not None
+        return budget_too_small(
+            self.seen,
+            self.costs,
+            self.budget,
+            self.judged(self.leanest),
+            self.leanest.planner,
+            least_bytes=self.least_bytes,
+            compiled_bytes=self.compiled_bytes,
+        )
 
 
 def keep_all_bytes(graph: Graph, costs: Costs, scratch: Sequence[int]) -> int:

@@ -202,8 +202,8 @@ class Eviction:
         if self.paging and self.graph.values[value].pageable and value not in there:
             out = 0.0 if value in self.stages.page_outs else float(self.out_cost[value])
             yield Option("page", out + float(self.in_cost[value]), {value})
-        if not self.remat:
-            return
+        if not self.remat or stage == life.stage:
+            return  # what runs again in a stage may do so before its peak
         before = self.stages.reruns[stage]
         for how in ("remat", "hold"):
             repeat = self.repeat(value, stage, life, hold=how == "hold")
@@ -317,18 +317,23 @@ class Life:
         end = len(judged.program.instructions)
         while len(self.begins) <= len(graph.nodes):
             self.begins.append(end)
+        self.stage = bisect.bisect_right(self.begins, self.peak) - 1
         for value in graph.returned:
             self.reads[value].append((end, len(graph.nodes)))
 
     def waiting(self) -> Iterator[tuple[int, int]]:
         """(value, stage of its next read) of what waits in RAM at the peak."""
-        stage = bisect.bisect_right(self.begins, self.peak) - 1
         for value, reads in enumerate(self.reads):
             if value in self.graph.pinned or not self._is_there(value, self.peak):
                 continue
             index = bisect.bisect_left(reads, (self.peak, -1))
-            if index < len(reads) and reads[index][1] > stage:
-                yield value, reads[index][1]
+            if index == len(reads) or reads[index][0] == self.peak:
+                continue
+            stage = reads[index][1]
+            # What a stage makes, or has read before, is there for the rest of it.
+            is_first = index == 0 or reads[index - 1][1] < stage
+            if stage > self.stage or (is_first and self.is_there(value, stage)):
+                yield value, stage
 
     def waits(self, value: int, row: int) -> list[tuple[int, int, int]]:
         """(first row, last row, value) of what would be in RAM, and is not, if a value

@@ -97,6 +97,10 @@ class MilpPlanner(BasePlanner):
         search.run()
         return search.plan()
 
+    def hastened(self) -> "MilpPlanner":
+        seconds = self.time_limit_seconds / 2
+        return dataclasses.replace(self, time_limit_seconds=seconds)
+
     def restrict(self, graph: Graph) -> Graph:
         """`graph` with the planner's switches and pins as what its parts allow."""
         kept = _matching(graph, "keep", self.keep)
@@ -148,8 +152,8 @@ def _matching(graph: Graph, pin: str, patterns: Iterable[str]) -> set[int]:
 
 
 class _Evictions:
-    """A source: what evicting with both means comes to, and with each alone; once there
-    is a plan, no more of them in a graph of many nodes."""
+    """A source: what evicting with both means comes to, and with each alone; in a graph
+    of many nodes, no more of them once a program led to a plan."""
 
     share = 1 / 4
 
@@ -169,7 +173,7 @@ class _Evictions:
         means = {(remat, paging), (remat, False), (False, paging)}
         for with_remat, with_paging in sorted(means, reverse=True):
             for judged in improving(*parts, with_remat, with_paging):
-                if state.best is not None and not self.few:
+                if state.solved and state.best is not None and not self.few:
                     return
                 yield 0.0, judged
 
