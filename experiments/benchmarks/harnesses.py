@@ -1,6 +1,7 @@
 """Does every operation of JAX compute under a budget what it computes under jax.jit?
 
     python -m experiments.benchmarks.harnesses
+    python -m experiments.benchmarks.harnesses --primitives=eig,sort
     python -m experiments.benchmarks.harnesses --every=40
 
 JAX tests its compilers by thousands of harnesses: a primitive each, with shapes, types
@@ -9,14 +10,16 @@ through `schedule` with a budget that covers it, and node by node within the lea
 budget. A row for each primitive goes to experiments/results/harnesses/harnesses.csv:
 how many harnesses there are, how many of them are equal to the bit, and how many to
 rounding. Those that differ by more, or fail, are in differences.csv with what happened.
---every=N takes each N-th harness. All take about half an hour on two cores.
+--primitives measures the rows of some, --every=N takes each N-th harness. All take
+about half an hour on two cores.
 """
 
 import dataclasses
 import functools
 import logging
+import pathlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,18 +27,18 @@ import numpy as np
 from absl import app, flags
 
 import poet_jax
-from experiments.program import appending, program, result_flags
+from experiments.program import program, read_rows, result_flags, write_rows
 from poet_jax import cli
 from poet_jax.core.progress import counted
 
 EVERY = flags.DEFINE_integer("every", 1, "Take each such harness.", 1)
+PRIMITIVES = flags.DEFINE_list("primitives", None, "Of these; of all by default.")
 result_flags("harnesses")
 COLUMNS = ("primitive", "harnesses", "to_the_bit", "to_rounding", "different")
-DIFFERENCES = ("harness", "what")
+DIFFERENCES = ("primitive", "harness", "what")
 
 # Results of two programs for one operation differ by rounding of sums at most.
 ROUNDING = 1e-5
-CACHED = 200  # harnesses whose executables are kept at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +46,6 @@ class Answer:
     """How a harness came out: "bit", "rounding", or what happened instead."""
 
     harness: str
-    primitive: str
     outcome: str
 
 
@@ -64,7 +66,7 @@ def check(harness: Any) -> Answer:
         return harness.dyn_fun(*args)
 
     args = harness.dyn_args_maker(np.random.RandomState(0))
-    answer = functools.partial(Answer, harness.fullname, harness.group_name)
+    answer = functools.partial(Answer, harness.fullname)
     try:
         expected = jax.jit(fun)(*args)
     except Exception as error:
@@ -101,7 +103,7 @@ def compared(found: Any, expected: Any) -> str:
     for one, other in zip(ours, theirs, strict=True):
         if jax.typeof(one) != jax.typeof(other):
             return f"{jax.typeof(one)} instead of {jax.typeof(other)}"
-        if jax.dtypes.issubdtype(one.dtype, jax.dtypes.extended):
+        if jax.numpy.issubdtype(one.dtype, jax.dtypes.extended):
             one, other = jax.random.key_data(one), jax.random.key_data(other)
         a, b = np.asarray(one), np.asarray(other)
         if a.tobytes() == b.tobytes():
@@ -124,30 +126,45 @@ def compared(found: Any, expected: Any) -> str:
 def main() -> None:
     logging.getLogger("poet_jax").setLevel(logging.WARNING)
     folder = cli.output_folder()
-    there = harnesses(EVERY.value)
-    counts: dict[str, Counter[str]] = {}
-    with appending(folder / "differences.csv", DIFFERENCES) as append:
-        for number, harness in enumerate(counted(there, len(there), "harnesses")):
-            answer = check(harness)
-            kind = answer.outcome
-            if kind not in ("bit", "rounding"):
-                append({"harness": answer.harness, "what": answer.outcome})
-                kind = "different"
-            counts.setdefault(answer.primitive, Counter())[kind] += 1
-            if number % CACHED == 0:
-                jax.clear_caches()
-    with appending(folder / "harnesses.csv", COLUMNS) as append:
-        for primitive in sorted(counts):
-            count = counts[primitive]
-            row = {"primitive": primitive, "harnesses": count.total()}
-            append(
-                row
-                | {
-                    "to_the_bit": count["bit"],
-                    "to_rounding": count["rounding"],
-                    "different": count["different"],
-                }
-            )
+    there: dict[str, list[Any]] = {}
+    for harness in harnesses(EVERY.value):
+        there.setdefault(harness.group_name, []).append(harness)
+    chosen = PRIMITIVES.value or sorted(there)
+    if unknown := sorted(set(chosen) - there.keys()):
+        raise ValueError(
+            f"--primitives has {unknown}, of which JAX has no harness. Those that it "
+            f"has are {', '.join(sorted(there))}."
+        )
+    for primitive in counted(chosen, len(chosen), "primitives"):
+        answers = [check(harness) for harness in there[primitive]]
+        count = Counter(answer.outcome for answer in answers)
+        same = count["bit"] + count["rounding"]
+        row = {
+            "primitive": primitive,
+            "harnesses": len(answers),
+            "to_the_bit": count["bit"],
+            "to_rounding": count["rounding"],
+            "different": len(answers) - same,
+        }
+        replace(folder / "harnesses.csv", COLUMNS, primitive, [row])
+        different = [
+            {"primitive": primitive, "harness": x.harness, "what": x.outcome}
+            for x in answers
+            if x.outcome not in ("bit", "rounding")
+        ]
+        replace(folder / "differences.csv", DIFFERENCES, primitive, different)
+        jax.clear_caches()
+
+
+def replace(
+    path: pathlib.Path,
+    columns: Sequence[str],
+    primitive: str,
+    rows: Sequence[Mapping[str, Any]],
+) -> None:
+    """Write the rows of a primitive in place of older ones."""
+    others = [x for x in read_rows(path) if x["primitive"] != primitive]
+    write_rows(path, columns, sorted([*others, *rows], key=lambda x: x["primitive"]))
 
 
 if __name__ == "__main__":

@@ -246,6 +246,15 @@ def shapes() -> str:
     return markdown([head, *lines])
 
 
+def harnesses() -> str:
+    """How many of JAX's own tests of operations give what they give under `jax.jit`."""
+    rows = read("harnesses/harnesses")
+    columns = ("harnesses", "to_the_bit", "to_rounding", "different")
+    counts = [str(sum(int(row[column]) for row in rows)) for column in columns]
+    head = ("primitives", "harnesses", "equal to the bit", "to rounding", "different")
+    return markdown([head, (str(len(rows)), *counts)])
+
+
 def endurance() -> str:
     """What a process holds as steps go on."""
     result = read_json("endurance/endurance")
@@ -413,6 +422,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "hard_limit": hard_limit,
     "shapes": shapes,
     "endurance": endurance,
+    "harnesses": harnesses,
     "ram": lambda: energies("ram", "share", lambda x: f"{float(x):g} %"),
     "instances": lambda: energies("instances", "share", lambda x: f"{float(x):g} %"),
     "deadline": lambda: energies("deadline", "deadline", lambda x: f"{float(x):g}"),

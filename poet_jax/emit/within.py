@@ -126,7 +126,7 @@ class _Fitting:
         """(plan, bytes that the planner and each stage were given), one after the other
         as long as none fits."""
         held_bytes, room_bytes = self.held_bytes, max(0, self.limit - self.held_bytes)
-        allowed, stage_bytes = int(self.limit - MARGIN * room_bytes), None
+        allowed, stage_bytes = max(1, int(self.limit - MARGIN * room_bytes)), None
         if first is not None:
             allowed, stage_bytes = first
         for share in SHARES:
