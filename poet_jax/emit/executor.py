@@ -154,8 +154,7 @@ class Step:
         start = time.perf_counter()
         try:
             results = self._jitted(*args, **kwargs)
-            for leaf in jax.tree.leaves(results)[:1]:
-                leaf.block_until_ready()  # all of one program are there at once
+            _wait_for(results)
         except (RuntimeError, ValueError) as error:
             if "has been deleted" not in str(error):
                 raise
@@ -170,6 +169,20 @@ class Step:
     @property
     def last_run(self) -> Run:
         return Run(self._seconds, self.nbytes, recomputed=self._recomputed)
+
+
+def _wait_for(results: Any) -> None:
+    """Block until one array is there: all of one program are there at once.
+
+    Flattening `results` would take longer than a short step waits.
+    """
+    first = results
+    while isinstance(first, tuple | list | dict) and first:
+        first = next(iter(first.values() if isinstance(first, dict) else first))
+    if not isinstance(first, jax.Array):
+        first = next(iter(jax.tree.leaves(results)), None)
+    if first is not None:
+        first.block_until_ready()
 
 
 def _shape(leaf: Any) -> Any:
