@@ -32,6 +32,7 @@ from poet_jax.devices.machine import host, on_cpu, paging_problem
 from poet_jax.devices.price import price
 from poet_jax.emit import emit
 from poet_jax.emit.executor import HostExecutor, PagedStep, Run, Step
+from poet_jax.emit.shards import count_devices, sharded
 from poet_jax.passes import PASSES, Pass, run_passes
 from poet_jax.passes.cpu.scratch import node_scratch
 from poet_jax.planners.milp.search import MilpPlanner
@@ -48,6 +49,9 @@ JIT_OPTIONS = (
     "static_argnums", "static_argnames", "donate_argnums", "donate_argnames",
     "in_shardings", "out_shardings", "keep_unused", "inline", "compiler_options",
 )  # fmt: skip
+
+
+SHARDINGS = {"in_shardings", "out_shardings"}
 
 
 class Scheduled:
@@ -137,7 +141,8 @@ class Scheduled:
 
         As `poet_jax.pareto`; nothing runs, as in `plan`.
         """
-        graph, costs = self.priced(self._traced(args, kwargs))
+        key, traced = self._static.key(args, kwargs), self._traced(args, kwargs)
+        graph, costs = self._priced(key, args, kwargs, traced)
         return pareto(graph, costs, budgets, self.planner, self.store_bytes)
 
     def effects(self, *args: Any, **kwargs: Any) -> Effects:
@@ -192,10 +197,11 @@ class Scheduled:
                 logger.warning("planning %s again: %s", self._name, reason)
             jitted = self._jitted_for(key, self._fun)
             traced = self._traced(args, kwargs, reason, jitted)
-            graph, costs = self.priced(traced)
+            graph, costs = self._priced(key, args, kwargs, traced)
+            problem = paging_problem() or self._placed(graph.devices)
+            if problem:
+                graph = _in_ram(graph)
             target = self._target(key, jitted, args, kwargs, traced, graph, costs)
-            problem = paging_problem() or self._placed()
-            store_bytes = 0 if problem else self.store_bytes
             with eval_context(), _noting(problem):
                 self._schedules[key] = make_schedule(
                     graph,
@@ -203,16 +209,20 @@ class Scheduled:
                     self.budget,
                     self.planner,
                     target,
-                    store_bytes,
+                    self.store_bytes,
                     self._cache,
                 )
             self._latest = key
         return self._schedules[key]
 
-    def _placed(self) -> str:
+    def _placed(self, devices: int = 1) -> str:
         """Why nothing is paged although it could be; empty if there is no reason."""
-        placed = sorted(self._jit_options.keys() & {"in_shardings", "out_shardings"})
-        return f"A step with {' and '.join(placed)} does not page." if placed else ""
+        placed = sorted(self._jit_options.keys() & SHARDINGS)
+        if placed:
+            return f"A step with {' and '.join(placed)} does not page."
+        if devices > 1 and on_cpu():
+            return f"A step on {devices} devices of a CPU does not page."
+        return ""
 
     def _target(
         self,
@@ -226,7 +236,7 @@ class Scheduled:
     ) -> Target:
         """What compiles this function for arguments of one key."""
         scratch, scratch_bytes = _scratch(graph)
-        is_timed = self.executor.trace and not self._placed()
+        is_timed = self.executor.trace and not self._placed(graph.devices)
 
         def whole() -> Step:
             own_bytes = _scratch(traced)[1]
@@ -247,12 +257,8 @@ class Scheduled:
                     },
                 )
 
-            def within(*args: Any, **kwargs: Any) -> Any:
-                results = emitted(*self._leaves(args, kwargs))
-                return jax.tree.unflatten(graph.out_tree, results)
-
             return Step(
-                self._jitted_for(key, within),
+                self._jitted_flat(key, emitted, graph.out_tree),
                 args,
                 kwargs,
                 graph,
@@ -280,6 +286,14 @@ class Scheduled:
 
         return jax.jit(traced, **self._jit_options)
 
+    def _jitted_flat(self, key: Any, flat: Callable, out_tree: Any) -> Any:
+        """As `_jitted_for`, of a function of flat arguments to flat results."""
+
+        def within(*args: Any, **kwargs: Any) -> Any:
+            return jax.tree.unflatten(out_tree, flat(*self._leaves(args, kwargs)))
+
+        return self._jitted_for(key, within)
+
     def _leaves(self, args, kwargs) -> list[Any]:
         return jax.tree.leaves(self._static.remove(args, kwargs))
 
@@ -296,15 +310,26 @@ class Scheduled:
         with eval_context():
             return graph, price(graph, self.device or host())
 
+    def _priced(
+        self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any], traced: Graph
+    ) -> tuple[Graph, Costs]:
+        """As `priced`, on all devices that the arguments lie on."""
+        if traced.devices == 1:
+            return self.priced(traced)
+        graph = run_passes(traced, self.passes)
+
+        def compile_for(flat: Callable[..., Any]) -> None:
+            jitted = self._jitted_flat(key, flat, graph.out_tree)
+            jitted.lower(*args, **kwargs).compile()
+
+        graph = sharded(graph, compile_for)
+        with eval_context():
+            return graph, price(graph, self.device or host())
+
     def _traced(self, args, kwargs, reason: str = "", jitted: Any = None) -> Graph:
         leaves = self._leaves(args, kwargs)
         paged = [n for n, x in enumerate(leaves) if isinstance(x, PagedArray)]
         try:
-            if paged and (problem := self._placed()):
-                raise TypeError(
-                    f"{problem} An argument is a PagedArray. Leave shardings out, or "
-                    "read it into RAM with jnp.asarray."
-                )
             if paged:
                 args, kwargs = jax.tree.map(_shape_of_paged, (args, kwargs))
                 jitted = None
@@ -315,6 +340,16 @@ class Scheduled:
             raise CannotTrace(
                 f"{error} Arguments changed since the last call: {reason}."
             ) from error
+        given = {k: x for k, x in self._jit_options.items() if k in SHARDINGS}
+        shardings = [getattr(x, "sharding", None) for x in leaves]
+        shardings += [*jax.tree.leaves(given), jax.sharding.get_abstract_mesh()]
+        devices = count_devices(graph, shardings)
+        if paged and (problem := self._placed(devices)):
+            raise TypeError(
+                f"{problem} An argument is a PagedArray. Leave shardings out, or read "
+                "it into RAM with jnp.asarray."
+            )
+        graph = dataclasses.replace(graph, devices=devices)
         graph = allow_repeats(graph, self.repeatable)
         return at_home(graph, paged) if paged else graph
 
@@ -359,6 +394,16 @@ def _noting(problem: str) -> Iterator[None]:
         if problem:
             error.add_note(f"No value was paged. {problem}")
         raise
+
+
+def _in_ram(graph: Graph) -> Graph:
+    """`graph` with no value that may be paged, but for state on storage."""
+    at_home = {*graph.stored, *graph.landing}
+    values = (
+        dataclasses.replace(value, pageable=value.pageable and v in at_home)
+        for v, value in enumerate(graph.values)
+    )
+    return dataclasses.replace(graph, values=tuple(values))
 
 
 class _NotPlanned(Exception):
@@ -418,7 +463,10 @@ def schedule(
         operands: primitives, their names, or targets of `jax.ffi.ffi_call`.
       jit_options: as for `jax.jit`: `static_argnums`, `static_argnames`,
         `donate_argnums`, `donate_argnames`, `in_shardings`, `out_shardings`,
-        `keep_unused`, `inline` and `compiler_options`. With shardings nothing is paged.
+        `keep_unused`, `inline` and `compiler_options`. With shardings as options, or on
+        several devices of a CPU, nothing is paged.
+
+    Where arrays lie on several devices, a budget is of each one's memory.
 
     Returns a `Scheduled`; its call raises BudgetTooSmall, CannotTrace, PageStoreError.
     Raises ValueError for a budget that cannot be read, and TypeError for another

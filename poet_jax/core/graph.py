@@ -25,13 +25,14 @@ class Value:
 
     Attributes:
       name: readable and unique within its graph.
-      nbytes: size in bytes.
+      nbytes: size in bytes; of the largest shard, if it lies on several devices.
       shape, dtype: as of the `jax.Array`; `()` and None in a graph that was not traced.
       weak_type: whether JAX may promote the dtype away, as for a Python scalar.
       pageable: whether it may be written to storage; typed PRNG keys, what is weakly
         typed, and what is in the host's memory already, may not.
       on_host: whether it is in the host's memory where others are in the device's, as
         after `jax.device_put(x, jax.memory.Space.Host)`.
+      sharding: how it lies on several devices; None on one.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Value:
     weak_type: bool = False
     pageable: bool = True
     on_host: bool = False
+    sharding: Any = None
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:
@@ -50,6 +52,18 @@ class Value:
     def kind(self) -> tuple[tuple[int, ...], Any]:
         """Its shape and dtype, as of a page."""
         return self.shape, self.dtype
+
+    @property
+    def room(self) -> Any:
+        """Equal for values that can take each other's place in memory."""
+        return self.kind, self.shard_shape, self.on_host
+
+    @property
+    def shard_shape(self) -> tuple[int, ...]:
+        """Of the largest shard."""
+        if self.sharding is None:
+            return self.shape
+        return self.sharding.shard_shape(self.shape)
 
     def __str__(self) -> str:
         kind = f" {self.dtype}{list(self.shape)}" if self.dtype is not None else ""
@@ -166,6 +180,7 @@ class Graph:
         themselves.
       references: arguments and constants that are mutable references of JAX's, and are
         written to; they count among `donated`.
+      devices: how many a step of it runs on; bytes are those of each.
     """
 
     values: tuple[Value, ...]
@@ -183,6 +198,7 @@ class Graph:
     stacks: dict[int, Stack] = dataclasses.field(default_factory=dict)
     references: tuple[int, ...] = ()
     rewritten: bool = False
+    devices: int = 1
 
     __repr__ = brief
 
@@ -314,9 +330,14 @@ class Graph:
         """Whether an equation is computed in another way than by its primitive."""
         return any(e.lowering for node in self.nodes for e in node.equations)
 
-    def __call__(self, *leaves: Any) -> list[Any]:
+    def __call__(
+        self, *leaves: Any, see: Callable[[int, Any], None] | None = None
+    ) -> list[Any]:
         """Evaluate the nodes in order: flat arguments to flat results, arrays or
-        tracers."""
+        tracers.
+
+        `see` is called with each value and its array.
+        """
         given = dict(self.constants) | dict(zip(self.arguments, leaves, strict=True))
         known = {v: held_by(x) for v, x in given.items()}
         for v, stack in self.stacks.items():
@@ -326,6 +347,9 @@ class Graph:
         for node in self.nodes:
             results = node(*(known[v] for v in node.reads))
             known.update(zip(node.writes, results, strict=True))
+        if see is not None:
+            for v, array in known.items():
+                see(v, array)
         for v, stack in self.stacks.items():
             if stack.over is not None:
                 known[v] = stack.cut.join([known[piece] for piece in stack.values])
@@ -348,6 +372,7 @@ class Graph:
         """
         parts = [
             [(v.nbytes, v.shape, str(v.dtype), v.pageable) for v in self.values],
+            self.devices,
             [
                 (
                     n.reads,

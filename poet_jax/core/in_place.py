@@ -96,7 +96,7 @@ def _memory(graph: Graph, value: int) -> Any:
     """Equal for values that can take each other's place."""
     if value in graph.seats:
         return graph.seats[value]
-    return graph.values[value].kind, graph.values[value].on_host
+    return graph.values[value].room
 
 
 def _places(nodes: Iterable[Node]) -> tuple[dict[Any, int], dict[Any, int]]:

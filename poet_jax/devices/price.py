@@ -1,10 +1,13 @@
 """Price a graph on a device: seconds and joules of every node and every transfer."""
 
+import math
+
 import numpy as np
 
 from poet_jax.core.costs import Costs, node_flops
 from poet_jax.core.device import DeviceProfile
 from poet_jax.core.graph import Graph, Node
+from poet_jax.devices.collectives import gathered_bytes
 from poet_jax.devices.kernels import Kernel, kernels, workspace_bytes
 from poet_jax.devices.node_costs import read_node_costs
 from poet_jax.devices.timing import time_nodes
@@ -19,7 +22,9 @@ def price(graph: Graph, device: DeviceProfile, *, measure: bool = False) -> Cost
     dispatch_seconds + max(FLOPs / flops_per_second, bytes / bytes_per_second), where
     each equation's FLOPs are multiplied by `device.slowdown`. A `while` counts one
     trip. Joules are compute power times seconds; a roofline's exclude dispatch. Nodes
-    in the file `device.node_costs` cost what it says.
+    in the file `device.node_costs` cost what it says. On several devices a node's work
+    is divided as the bytes that it reads and writes are, and what they tell each other
+    is not priced.
 
     With `measure`, each distinct node is compiled and timed on this machine, and its
     workspace is XLA's count plus `scratch.node_scratch`. Nodes with side effects, or
@@ -34,6 +39,11 @@ def price(graph: Graph, device: DeviceProfile, *, measure: bool = False) -> Cost
     else:
         seconds, joules = _roofline(graph, device)
     workspaces = np.array([workspace_bytes(node) for node in graph.nodes], np.int64)
+    if graph.devices > 1:
+        shares = np.array([_share(graph, node) for node in graph.nodes], float)
+        seconds, joules = seconds * shares, joules * shares
+        gathered = [gathered_bytes(graph, node) for node in graph.nodes]
+        workspaces = (workspaces * shares).astype(np.int64) + gathered
     if measure:
         for number, timed in enumerate(time_nodes(graph)):
             if timed is not None:
@@ -72,6 +82,13 @@ def kernel_seconds(kernel: Kernel, device: DeviceProfile) -> float:
     moved = kernel.moved_bytes
     moving = device.work_seconds("moved", None, moved, moved)
     return kernel.runs * (device.dispatch_seconds + max(working, moving))
+
+
+def _share(graph: Graph, node: Node) -> float:
+    """Of a node's work, what each device does."""
+    values = [graph.values[v] for v in (*node.reads, *node.writes)]
+    whole = sum(math.prod(x.shape) for x in values)
+    return sum(math.prod(x.shard_shape) for x in values) / whole if whole else 1.0
 
 
 def _roofline(graph: Graph, device: DeviceProfile) -> tuple[np.ndarray, np.ndarray]:

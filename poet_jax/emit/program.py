@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from poet_jax.core.plan import Free, PageIn, PageOut
 from poet_jax.core.program import Instruction, Program, Run, walk
@@ -218,7 +219,7 @@ class _Walk:
                 reads = [known[v] for v in node.reads]
                 results = self.target.evaluate(node, reads)
                 known.update(zip(node.writes, results, strict=True))
-            return [known[v] for v in stage.writes]
+            return [self.placed(v, known[v]) for v in stage.writes]
 
         operands = [self.known[v] for v in (*read, *arrays)]
         results, self.last = self.target.apart(body, operands, self.last)
@@ -227,6 +228,14 @@ class _Walk:
         for old, _ in stage.over:
             self.lying.pop(old, None)
         self.settle()
+
+    def placed(self, value: int, array: Any) -> Any:
+        """`array` with the sharding that the plan counts on."""
+        sharding = self.graph.values[value].sharding
+        in_type = AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types
+        if sharding is None or in_type:
+            return array
+        return jax.lax.with_sharding_constraint(array, sharding)
 
     def settle(self) -> None:
         """Write pieces to their places in arrays where nothing lies any more, before

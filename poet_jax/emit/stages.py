@@ -58,7 +58,11 @@ class _Cutter:
     def _run(self, x: Run, moment: Moment) -> Iterator[Instruction]:
         # Beside other nodes nothing is sure to be written over: they may read it later.
         need_bytes = self.live_bytes + self.held_bytes + self._total(moment.arrives)
-        need_bytes += max(self.workspaces[n] for n in x.nodes)
+        workspaces = [self.workspaces[n] for n in x.nodes]
+        if self.graph.devices > 1:  # what is gathered may stay until the stage ends
+            need_bytes += sum(workspaces, sum(self.workspaces[n] for n in self.nodes))
+        else:
+            need_bytes += max(workspaces)
         arriving = self.arriving.intersection(x.reads)
         freed = {free.value for free in self.freed}
         again = not freed.isdisjoint(x.writes) or not set(self.nodes).isdisjoint(

@@ -136,8 +136,8 @@ class _Fitting:
             if stage_bytes is None:
                 stage_bytes = held_bytes + int(share * (allowed - held_bytes))
             yield plan, allowed, stage_bytes
-            planned = min(allowed, self.judged(plan).usage.peak_bytes) - held_bytes
-            less = max(planned - self.excess_bytes / SAVED, planned / 2)
+            room_bytes = max(0, allowed - held_bytes)
+            less = max(room_bytes - self.excess_bytes / SAVED, room_bytes / 2)
             allowed, stage_bytes = max(1, held_bytes + int(less)), None
         yield from self.lean_attempts()
 
@@ -250,17 +250,17 @@ def as_allocated(
     donated = [v for v in graph.donated if v not in graph.stored]
     unpaired: dict[Any, int] = {}
     for v in donated:
-        kind = graph.values[v].kind
-        unpaired[kind] = unpaired.get(kind, 0) + 1
+        room = graph.values[v].room
+        unpaired[room] = unpaired.get(room, 0) + 1
     nbytes = np.array(costs.nbytes)
     own_bytes, replaced = max(scratch, default=0), set()
     own_bytes += RECORD_BYTES * (len(graph.stored) + len(graph.landing))
     for v in graph.returned:
         if v in graph.producer:
-            kind = graph.values[v].kind
-            if unpaired.get(kind):
-                unpaired[kind] -= 1
-                replaced.add(kind)
+            room = graph.values[v].room
+            if unpaired.get(room):
+                unpaired[room] -= 1
+                replaced.add(room)
             elif v not in graph.landing:
                 own_bytes += int(nbytes[v])
                 nbytes[v] = 0
@@ -276,7 +276,7 @@ def as_allocated(
         for v, value in enumerate(graph.values)
     )
     results = len(values)
-    kept = {v for v in donated if graph.values[v].kind not in replaced}
+    kept = {v for v in donated if graph.values[v].room not in replaced}
     seen = dataclasses.replace(
         graph,
         values=(*values, Value("results", own_bytes, pageable=False)),

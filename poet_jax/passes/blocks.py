@@ -45,11 +45,12 @@ def blockwise(
     operations, reductions along other axes, gathers and scatters within rows. Products
     that sum over the rows are added up. Where it can, a block goes through all of that
     before the next one begins. The axis is the one along which nodes need least; if
-    none saves a third, nothing changes.
+    none saves a third, nothing changes. Nor does it on several devices, where rows lie
+    apart already.
 
     Sums over the axis are rounded as the sum of the sums over blocks.
     """
-    seeds = _seeds(graph, large_bytes)
+    seeds = _seeds(graph, large_bytes) if graph.devices == 1 else []
     if not seeds:
         return graph
     require_single_equations(graph)

@@ -17,10 +17,11 @@ def remedies(graph: Graph, need_bytes: int) -> list[str]:
     about_loops, kept_bytes = _largest_loop(graph)
     found = {
         "donate_argnums for the state that the step replaces": _replaceable(graph),
-        "poet_jax.to_storage for the state": _movable(graph),
         about_loops: kept_bytes,
-        **_largest_product(graph, need_bytes),
     }
+    if graph.devices == 1:
+        found["poet_jax.to_storage for the state"] = _movable(graph)
+        found |= _largest_product(graph, need_bytes)
     worth = {name: n for name, n in found.items() if n > LEAST_SHARE * need_bytes}
     return [
         f"{name} ({format_bytes(worth[name])})"
@@ -32,21 +33,21 @@ def _nbytes(value: Value) -> int:
     """Of an array, whoever has room for it."""
     if value.dtype is None:
         return value.nbytes
-    return value.dtype.itemsize * math.prod(value.shape)
+    return value.dtype.itemsize * math.prod(value.shard_shape)
 
 
 def _replaceable(graph: Graph) -> int:
     """Bytes of results that could take the place of arguments that are not donated."""
     kept: Counter[Any] = Counter(
-        graph.values[v].kind
+        graph.values[v].room
         for v in graph.arguments
         if v not in graph.donated and v not in graph.stored
     )
     saved = 0
     for v in graph.returned:
-        kind = graph.values[v].kind
-        if v in graph.producer and kept[kind] and graph.values[v].dtype is not None:
-            kept[kind] -= 1
+        room = graph.values[v].room
+        if v in graph.producer and kept[room] and graph.values[v].dtype is not None:
+            kept[room] -= 1
             saved += _nbytes(graph.values[v])
     return saved
 

@@ -76,6 +76,8 @@ def remarks(
             f"compiled: {format_bytes(compiled_bytes)} by XLA's own count, "
             f"{format_count(compilations, 'compilation')}"
         )
+    if program.graph.devices > 1:
+        lines.append(f"on {program.graph.devices} devices: bytes are those of each")
     return lines
 
 

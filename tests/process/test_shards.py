@@ -1,0 +1,186 @@
+"""Steps on eight devices: a budget is of each device's memory. Each case has a process
+of its own."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from processes import CASE
+from strategies import DEVICE
+
+import poet_jax
+
+LAYERS, WIDTH, ROWS = 4, 64, 4096
+optimizer = optax.adam(1e-3)
+
+
+@pytest.fixture(autouse=True)
+def eight_devices():
+    if CASE in os.environ:
+        jax.config.update("jax_num_cpu_devices", 8)
+
+
+def mesh(shape=(8,), names=("data",), axis_type=AxisType.Auto):
+    return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names))
+
+
+def init():
+    keys = jax.random.split(jax.random.key(0), LAYERS)
+    up = [jax.random.normal(key, (WIDTH, 4 * WIDTH)) / 16 for key in keys]
+    return {"up": up, "down": [x.T for x in up]}
+
+
+def step(state, x):
+    params, moments = state
+
+    def loss(params):
+        h = x
+        for up, down in zip(params["up"], params["down"], strict=True):
+            h = h + jnp.tanh(h @ up) @ down
+        return jnp.mean(h**2)
+
+    value, gradient = jax.value_and_grad(loss)(params)
+    updates, moments = optimizer.update(gradient, moments, params)
+    return (optax.apply_updates(params, updates), moments), value
+
+
+def placed(up, down, rows):
+    """(state, batch) with matrices and rows where these shardings say."""
+
+    def place(path, x):
+        names = {getattr(key, "key", None) for key in path}
+        there = up if "up" in names else down if "down" in names else None
+        if there is None:
+            there = NamedSharding(rows.mesh, P())
+        return jax.device_put(x, there)
+
+    params = init()
+    state = jax.tree.map_with_path(place, (params, optimizer.init(params)))
+    return state, jax.device_put(jnp.ones((ROWS, WIDTH)), rows)
+
+
+def data_parallel(axis_type=AxisType.Auto):
+    on = mesh(axis_type=axis_type)
+    whole = NamedSharding(on, P())
+    return placed(whole, whole, NamedSharding(on, P("data")))
+
+
+def fully_sharded():
+    on = mesh()
+    rows = NamedSharding(on, P("data"))
+    return placed(rows, rows, rows)
+
+
+def tensor_parallel():
+    on = mesh((2, 4), ("data", "model"))
+    columns, rows = (NamedSharding(on, P(*x)) for x in ((None, "model"), ("model",)))
+    return placed(columns, rows, NamedSharding(on, P("data")))
+
+
+def explicit():
+    """Shardings are part of the types."""
+    return data_parallel(AxisType.Explicit)
+
+
+def needed_bytes(compiled):
+    m = compiled.memory_analysis()
+    new_bytes = m.output_size_in_bytes - m.alias_size_in_bytes
+    return m.argument_size_in_bytes + new_bytes + m.temp_size_in_bytes
+
+
+def scheduled(budget, **options):
+    return poet_jax.schedule(step, budget, device=DEVICE, donate_argnums=0, **options)
+
+
+def least_bytes(*args):
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        scheduled(1).plan(*args)
+    return caught.value.smallest_bytes
+
+
+def assert_close(found, expected):
+    for one, other in zip(
+        jax.tree.leaves(found), jax.tree.leaves(expected), strict=True
+    ):
+        assert one.sharding.is_equivalent_to(other.sharding, one.ndim)
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("budget", ["100%", "75%", "least"])
+@pytest.mark.parametrize(
+    "make", [data_parallel, fully_sharded, tensor_parallel, explicit]
+)
+def test_each_device_keeps_to_the_budget_with_the_same_numbers(make, budget):
+    args = make()
+    expected = jax.jit(step)(*args)
+    if budget == "least":
+        budget = least_bytes(*args)
+    planned = scheduled(budget)
+    schedule = planned.plan(*args)
+    assert schedule.compiled_bytes <= schedule.budget.memory_bytes
+    assert needed_bytes(schedule.compile().xla) <= schedule.budget.memory_bytes
+    assert_close(planned(*args), expected)
+
+
+def test_what_jit_needs_on_each_device_is_a_budget_for_its_program():
+    args = fully_sharded()
+    jitted = jax.jit(step, donate_argnums=0).lower(*args).compile()
+    schedule = scheduled(needed_bytes(jitted)).plan(*args)
+    assert schedule.compilations == 1 and not schedule.program.recomputed
+
+
+def test_a_fully_sharded_step_takes_an_eighth_and_less_than_jit():
+    """Each device gathers a matrix where it needs it, and does not keep it."""
+    args = fully_sharded()
+    jitted = jax.jit(step, donate_argnums=0).lower(*args).compile()
+    least, alone = least_bytes(*args), least_bytes(*jax.tree.map(np.asarray, args))
+    # Alone it may page, too.
+    assert least <= 1.2 * alone / 8 + 2 * args[0][0]["up"][0].nbytes
+    assert least < 0.8 * needed_bytes(jitted)
+
+
+def test_shardings_may_be_options():
+    on = mesh()
+    rows, whole = NamedSharding(on, P("data")), NamedSharding(on, P())
+    args = jax.tree.map(np.asarray, fully_sharded())
+    options = {"in_shardings": (whole, rows)}
+    expected = jax.jit(step, **options)(*args)
+    planned = scheduled("75%", **options)
+    assert planned.plan(*args).graph.devices == 8
+    assert_close(planned(*args), expected)
+
+
+def test_state_on_storage_is_refused_by_name():
+    state, x = fully_sharded()
+    paged = poet_jax.to_storage(state, poet_jax.HostStore())
+    with pytest.raises(TypeError, match="8 devices of a CPU does not page"):
+        scheduled("75%").plan(paged, x)
+
+
+def test_a_part_may_be_a_shard_map():
+    on = mesh()
+    state, x = data_parallel()
+
+    def with_a_shard_map(state, x):
+        double = jax.shard_map(
+            lambda x: 2 * x, mesh=on, in_specs=P("data"), out_specs=P("data")
+        )
+        return step(state, double(x))
+
+    expected = jax.jit(with_a_shard_map)(state, x)
+    planned = poet_jax.schedule(with_a_shard_map, "85%", device=DEVICE)
+    assert_close(planned(state, x), expected)
+
+
+def test_nothing_is_paged_and_the_error_says_so():
+    args = fully_sharded()
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        scheduled(1).plan(*args)
+    assert "8 devices" in caught.value.__notes__[0]
+    values = scheduled("75%").plan(*args).graph.values
+    assert not any(value.pageable for value in values)
