@@ -31,7 +31,10 @@ README_ROWS = (
 
 Row = dict[str, str]
 SHARES = ("75", "50", "35", "25", "15")  # percent, of the tables of plans
-LOOP_WAYS = ("checkpoint", "nested")  # of training through loops with JAX alone
+LOOP_WAYS = {
+    "checkpoint": "`jax.checkpoint`",
+    "nested": "nested scans",
+}  # of training through loops with JAX alone
 SMALL_SHARES = ("75", "50", "25")  # of those of the paper's own graphs
 
 
@@ -364,12 +367,11 @@ def schemes(name: str) -> str:
     return markdown([head, *lines])
 
 
-def loops() -> str:
-    """Memory and time of `jax.jit` of training through loops, in each way."""
-    shares = ("50", "20", "10")
+def points(name: str, ways: dict[str, str], shares: Sequence[str]) -> str:
+    """Memory and time of `jax.jit` of each step, written in each way, and by share."""
     found: dict[str, dict[str, Row]] = {}
-    for row in read("loops/loops"):
-        found.setdefault(row["model"], {})[row["share"]] = row
+    for (model, share), row in rows_of(name).items():
+        found.setdefault(model, {})[share] = row
 
     def point(row: Row | None, nbytes: str, ratio: str) -> str:
         if row is None:
@@ -381,11 +383,11 @@ def loops() -> str:
     lines = []
     for model, rows in found.items():
         first = rows[shares[0]]
-        ways = [(first, f"{way}_bytes", f"{way}_ratio") for way in LOOP_WAYS]
-        ways += [(rows.get(share), "compiled_bytes", "ratio") for share in shares]
-        lines.append([model, size(first["jit_bytes"]), *(point(*x) for x in ways)])
-    head = ["step", "`jax.jit`", "`jax.checkpoint`", "nested scans"]
-    return markdown([[*head, *(f"{share} %" for share in shares)], *lines])
+        beside = [(first, f"{way}_bytes", f"{way}_ratio") for way in ways]
+        beside += [(rows.get(share), "compiled_bytes", "ratio") for share in shares]
+        lines.append([model, size(first["jit_bytes"]), *(point(*x) for x in beside)])
+    head = [x if x == "least" else f"{x} %" for x in shares]
+    return markdown([["step", "`jax.jit`", *ways.values(), *head], *lines])
 
 
 def loop_compilers() -> str:
@@ -415,7 +417,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "solvers": solvers,
     "activations": activations,
     "layers": layers,
-    "loops": loops,
+    "loops": lambda: points("loops", LOOP_WAYS, ("50", "20", "10")),
     "loop_compilers": loop_compilers,
     "paged_state": paged_state,
     "store": store,
@@ -423,6 +425,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "shapes": shapes,
     "endurance": endurance,
     "harnesses": harnesses,
+    "shards": lambda: points(
+        "shards", {"checkpoint": "`jax.checkpoint`"}, ("75", "50", "least")
+    ),
     "ram": lambda: energies("ram", "share", lambda x: f"{float(x):g} %"),
     "instances": lambda: energies("instances", "share", lambda x: f"{float(x):g} %"),
     "deadline": lambda: energies("deadline", "deadline", lambda x: f"{float(x):g}"),
