@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import jax
+from jax import export
 
 from poet_jax.api.cache import PlanCache
 from poet_jax.core.costs import Costs, costs_from_dict, costs_to_dict
@@ -101,6 +102,26 @@ class Schedule:
                 "Use Scheduled.lower(*args).compile()."
             )
         return Compiled(self, self.step.compiled)
+
+    def export(self) -> export.Exported:
+        """The step as `jax.export.export` gives it, to be serialized and to run
+        elsewhere, on the kind of device that it was planned on.
+
+        Raises PlanInvalid for a schedule that was read from a file, and for a step that
+        pages, as its pages are this process's.
+        """
+        if self.step is None:
+            raise PlanInvalid(
+                "A schedule from a file holds a plan, but not the function to export. "
+                "Use Scheduled.plan(*args).export()."
+            )
+        if isinstance(self.step, PagedStep):
+            raise PlanInvalid(
+                "The step moves pages through a store of this process, and cannot be "
+                "exported. Use planner=poet_jax.MilpPlanner(paging=False), and "
+                "arguments in RAM."
+            )
+        return self.step.exported()
 
     def __str__(self) -> str:
         return table.table(

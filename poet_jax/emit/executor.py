@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import export
 from jax.ref import Ref
 
 from poet_jax.core import progress
@@ -143,6 +144,11 @@ class Step:
         """XLA's compiled object, from JAX's cache if it is there."""
         args, kwargs = self._shapes
         return self._jitted.lower(*args, **kwargs).compile()
+
+    def exported(self) -> export.Exported:
+        """What was compiled, as `jax.export` gives it."""
+        args, kwargs = self._shapes
+        return export.export(self._jitted)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if copied:  # memory that this step does not know of

@@ -31,7 +31,7 @@ def count_devices(graph: Graph, placed: Iterable[Any]) -> int:
     counts = (
         getattr(x, "num_devices", getattr(x, "size", 1)) for x in (*placed, *named)
     )
-    return max((n for n in counts if isinstance(n, int)), default=1)
+    return max(1, *(n for n in counts if isinstance(n, int)))
 
 
 def sharded(graph: Graph, compile_for: Callable[[Callable[..., Any]], Any]) -> Graph:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from toy import OPTIONS, STAGES, W, X, gradient, loss, schedule
 
 import poet_jax
@@ -484,6 +485,24 @@ def test_a_budget_that_covers_jit_runs_jit():
     unplanned = schedule(sliced, "1GiB", planner=refusing)
     assert not stages_of(unplanned, x)
     np.testing.assert_array_equal(unplanned(x), jax.jit(sliced)(x))
+
+
+def test_a_step_runs_within_its_budget_where_it_is_sent():
+    args = jnp.eye(256), jnp.ones((4096, 256))
+    scheduled = schedule(gradient, "70%", planner=poet_jax.MilpPlanner(paging=False))
+    plan = scheduled.plan(*args)
+    sent = export.deserialize(plan.export().serialize())
+    again = jax.jit(sent.call).lower(*args).compile().memory_analysis()
+    here = plan.compile().xla.memory_analysis()
+    assert plan.program.recomputed
+    assert again.temp_size_in_bytes == here.temp_size_in_bytes
+    assert_same(sent.call(*args), scheduled(*args))
+
+
+def test_a_step_that_pages_cannot_be_sent():
+    scheduled = schedule(gradient, "70%", planner=poet_jax.planners.paging_only)
+    with pytest.raises(poet_jax.PlanInvalid, match="paging=False"):
+        scheduled.plan(jnp.eye(256), jnp.ones((4096, 256))).export()
 
 
 def test_planning_leaves_constants_to_the_step():
