@@ -25,6 +25,7 @@ README_ROWS = (
     ("ResNet-50, batch 16", "resnet50", "50"),
     ("BERT, 6 layers", "bert6", "75"),
     ("GPT, 24 layers scanned", "gpt24", "20"),
+    ("GPT, on each of 8 devices", "full", "50"),
     ("128,000 words, loss", "vocabulary", "20"),
 )
 
@@ -87,7 +88,7 @@ def ratios(name: str, shares: Sequence[str]) -> str:
 
 def readme() -> str:
     """A few steps, and one whose state does not fit."""
-    rows = rows_of("step_benchmark") | rows_of("loops")
+    rows = rows_of("step_benchmark") | rows_of("loops") | rows_of("shards")
     lines = []
     for title, model, share in README_ROWS:
         row = rows[model, share]
