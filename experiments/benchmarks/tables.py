@@ -250,6 +250,22 @@ def shapes() -> str:
     return markdown([head, *lines])
 
 
+def tpu() -> str:
+    """What the TPU compiler takes beside a step's arguments, for budgets of a share."""
+    lines = []
+    for row in read("tpu/tpu"):
+        room_bytes = int(row["jit_temp_bytes"]) * int(row["share"]) // 100
+        cells = [row["model"], size(row["jit_temp_bytes"]), size(room_bytes)]
+        if row["compiled_bytes"]:
+            cells += [size(row[name]) for name in ("temp_bytes", "host_temp_bytes")]
+            cells.append(f"{float(row['modelled_ratio']):.2f}")
+        else:
+            cells += ["does not fit", "", ""]
+        lines.append(cells)
+    head = ["step", "`jax.jit`", "budget", "compiled", "on the host", "modelled time"]
+    return markdown([head, *lines])
+
+
 def harnesses() -> str:
     """How many of JAX's own tests of operations give what they give under `jax.jit`."""
     rows = read("harnesses/harnesses")
@@ -426,6 +442,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "shapes": shapes,
     "endurance": endurance,
     "harnesses": harnesses,
+    "tpu": tpu,
     "shards": lambda: points(
         "shards", {"checkpoint": "`jax.checkpoint`"}, ("75", "50", "least")
     ),

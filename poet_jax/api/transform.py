@@ -28,11 +28,11 @@ from poet_jax.core.plan import BudgetLike, Planner, parse_budget
 from poet_jax.core.program import Program
 from poet_jax.core.purity import Operations, allow_repeats, names_of
 from poet_jax.core.trace import trace
-from poet_jax.devices.machine import host, on_cpu, paging_problem
+from poet_jax.devices.machine import host, paging_problem
 from poet_jax.devices.price import price
 from poet_jax.emit import emit
 from poet_jax.emit.executor import HostExecutor, PagedStep, Run, Step
-from poet_jax.emit.shards import count_devices, sharded
+from poet_jax.emit.shards import count_devices, platform_of, sharded
 from poet_jax.passes import PASSES, Pass, run_passes
 from poet_jax.passes.cpu.scratch import node_scratch
 from poet_jax.planners.milp.search import MilpPlanner
@@ -198,7 +198,7 @@ class Scheduled:
             jitted = self._jitted_for(key, self._fun)
             traced = self._traced(args, kwargs, reason, jitted)
             graph, costs = self._priced(key, args, kwargs, traced)
-            problem = paging_problem() or self._placed(graph.devices)
+            problem = self._placed(graph) or (paging_problem() if graph.on_cpu else "")
             if problem:
                 graph = _in_ram(graph)
             target = self._target(key, jitted, args, kwargs, traced, graph, costs)
@@ -215,13 +215,13 @@ class Scheduled:
             self._latest = key
         return self._schedules[key]
 
-    def _placed(self, devices: int = 1) -> str:
+    def _placed(self, graph: Graph) -> str:
         """Why nothing is paged although it could be; empty if there is no reason."""
         placed = sorted(self._jit_options.keys() & SHARDINGS)
         if placed:
             return f"A step with {' and '.join(placed)} does not page."
-        if devices > 1 and on_cpu():
-            return f"A step on {devices} devices of a CPU does not page."
+        if graph.devices > 1 and graph.on_cpu:
+            return f"A step on {graph.devices} devices of a CPU does not page."
         return ""
 
     def _target(
@@ -236,7 +236,7 @@ class Scheduled:
     ) -> Target:
         """What compiles this function for arguments of one key."""
         scratch, scratch_bytes = _scratch(graph)
-        is_timed = self.executor.trace and not self._placed(graph.devices)
+        is_timed = self.executor.trace and not self._placed(graph)
 
         def whole() -> Step:
             own_bytes = _scratch(traced)[1]
@@ -344,12 +344,13 @@ class Scheduled:
         shardings = [getattr(x, "sharding", None) for x in leaves]
         shardings += [*jax.tree.leaves(given), jax.sharding.get_abstract_mesh()]
         devices = count_devices(graph, shardings)
-        if paged and (problem := self._placed(devices)):
+        platform = platform_of(shardings)
+        graph = dataclasses.replace(graph, devices=devices, platform=platform)
+        if paged and (problem := self._placed(graph)):
             raise TypeError(
                 f"{problem} An argument is a PagedArray. Leave shardings out, or read "
                 "it into RAM with jnp.asarray."
             )
-        graph = dataclasses.replace(graph, devices=devices)
         graph = allow_repeats(graph, self.repeatable)
         return at_home(graph, paged) if paged else graph
 
@@ -381,7 +382,7 @@ def _is_faster(graph: Graph, costs: Costs, device: DeviceProfile) -> bool:
 
 def _scratch(graph: Graph) -> tuple[list[int], int]:
     """What libraries allocate for each node without XLA's knowledge, and the most."""
-    scratch = [node_scratch(node) if on_cpu() else 0 for node in graph.nodes]
+    scratch = [node_scratch(node) if graph.on_cpu else 0 for node in graph.nodes]
     return scratch, max(scratch, default=0)
 
 

@@ -181,6 +181,7 @@ class Graph:
       references: arguments and constants that are mutable references of JAX's, and are
         written to; they count among `donated`.
       devices: how many a step of it runs on; bytes are those of each.
+      platform: of these, "cpu", "gpu" or "tpu"; None for JAX's default.
     """
 
     values: tuple[Value, ...]
@@ -199,6 +200,7 @@ class Graph:
     references: tuple[int, ...] = ()
     rewritten: bool = False
     devices: int = 1
+    platform: str | None = None
 
     __repr__ = brief
 
@@ -324,6 +326,11 @@ class Graph:
         """Of the arguments that are on storage."""
         whole = {v for v, place in self.stored.items() if place.block is None}
         return sum(self.values[v].nbytes for v in whole)
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether a step of it runs on a CPU."""
+        return (self.platform or jax.default_backend()) == "cpu"
 
     @property
     def is_lowered(self) -> bool:

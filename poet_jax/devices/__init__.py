@@ -23,6 +23,7 @@ RASPBERRY_PI_4_UNCACHED = DeviceProfile.load(_FOLDER / "raspberry_pi_4_uncached.
 RASPBERRY_PI_5 = DeviceProfile.load(_FOLDER / "raspberry_pi_5.toml")
 JETSON_TX2 = DeviceProfile.load(_FOLDER / "jetson_tx2.toml")
 JETSON_ORIN = DeviceProfile.load(_FOLDER / "jetson_orin.toml")
+TPU_V5E = DeviceProfile.load(_FOLDER / "tpu_v5e.toml")
 
 ALL: dict[str, DeviceProfile] = {
     name: profile

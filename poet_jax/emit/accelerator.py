@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from poet_jax.core.graph import Node
@@ -29,13 +30,31 @@ def evaluate(node: Node, operands: Sequence[Any]) -> tuple[Any, ...]:
     return node(*operands)
 
 
-def page_out(array: jax.Array, after: Sequence[jax.Array]) -> jax.Array:
-    """A copy in the host's memory, made once the arrays `after` are there."""
+def page_buffer(pages: int, kind: tuple[tuple[int, ...], Any]) -> jax.Array:
+    """Room in the host's memory for pages of one shape and type.
+
+    There are two rows at least: which one is read has to be a question.
+    """
+    shape, dtype = kind
+    zeros = jnp.zeros((max(2, pages), *shape), dtype)
+    return jax.device_put(zeros, jax.memory.Space.Host)
+
+
+def page_out(
+    buffer: jax.Array, row: int, array: jax.Array, after: Sequence[jax.Array]
+) -> jax.Array:
+    """`buffer` with a page, copied once the arrays `after` are there."""
     (held,), _ = lax.optimization_barrier(([array], list(after)))
-    return jax.device_put(held, jax.memory.Space.Host)
+    page = jax.device_put(held, jax.memory.Space.Host)
+    return lax.dynamic_update_index_in_dim(buffer, page, row, 0)
 
 
-def page_in(page: jax.Array, after: Sequence[jax.Array]) -> jax.Array:
-    """The device's copy of a page, made once the arrays `after` are there."""
-    (held,), _ = lax.optimization_barrier(([page], list(after)))
-    return jax.device_put(held, jax.memory.Space.Device)
+def page_in(buffer: jax.Array, row: int, after: Sequence[jax.Array]) -> jax.Array:
+    """The device's copy of a page, made once the arrays `after` are there.
+
+    XLA looks through barriers around what is in the host's memory, but it does not know
+    which row to read before the arrays are there.
+    """
+    number, _ = lax.optimization_barrier((jnp.int32(row), list(after)))
+    page = lax.dynamic_index_in_dim(buffer, number, keepdims=False)
+    return jax.device_put(page, jax.memory.Space.Device)

@@ -29,12 +29,12 @@ def emit(
     makes them larger.
 
     Args:
-      backend: "cpu", "gpu" or "tpu"; by default JAX's own.
+      backend: "cpu", "gpu" or "tpu"; by default the graph's platform, or JAX's own.
       trace: whether stages are to be timed, on the CPU.
 
     Raises ValueError for another backend, and for a program of an instance.
     """
-    backend = jax.default_backend() if backend is None else backend
+    backend = backend or program.graph.platform or jax.default_backend()
     if backend not in ("cpu", *ACCELERATORS):
         raise ValueError(
             f"A program cannot be emitted for backend={backend!r}. The backends are "
@@ -102,6 +102,16 @@ class Emitted:
                     start = stop
         return rows
 
+    @functools.cached_property
+    def host_rows(self) -> dict[Any, dict[int, int]]:
+        """Row of each value that is paged on an accelerator, by its shape and type:
+        values of one kind have an array in the host's memory together."""
+        rows: dict[Any, dict[int, int]] = {}
+        for x in self.transfers:
+            of_kind = rows.setdefault(self.program.graph.values[x.value].kind, {})
+            of_kind.setdefault(x.value, len(of_kind))
+        return rows
+
     def blocks(self, value: int) -> tuple[int, ...] | None:
         """Bytes of the blocks of an array on storage, if it is paged as a whole."""
         graph = self.program.graph
@@ -162,7 +172,9 @@ class _Walk:
         self.heirs = {seat: v for v, seat in self.graph.seats.items() if v not in given}
         self.places: Any = inputs[count] if emitted.pages else None
         self.last: list[Any] = []  # what the next stage is to wait for
-        self.paged: dict[int, Any] = {}  # records of pages, or the pages
+        self.paged: dict[int, Any] = {}  # records of pages on storage
+        # Pages in the host's memory, those of one kind in one array.
+        self.buffers: dict[Any, jax.Array] = {}
         # What transfers began after, and read until they are done. If XLA gave its
         # memory to what comes next, that would wait: so a later clock needs it.
         self.leaving: dict[int, jax.Array] = {}
@@ -187,7 +199,7 @@ class _Walk:
                 case Free(value) if value in self.lying:
                     del self.lying[value]
                     self.settle()
-                case Free(value) if moment.waits:
+                case Free(value) if moment.waits and value in self.paged:
                     # Memory is the page's until it is written, and somebody has to
                     # say so.
                     self.last += [self.known[value], self.paged[value]]
@@ -266,7 +278,13 @@ class _Walk:
     def page_out(self, value: int) -> None:
         array = self.known[value]
         if self.emitted.backend != "cpu":
-            self.paged[value] = self.target.page_out(array, self.last)
+            kind = self.graph.values[value].kind
+            pages = self.emitted.host_rows[kind]
+            if kind not in self.buffers:
+                self.buffers[kind] = accelerator.page_buffer(len(pages), kind)
+            self.buffers[kind] = accelerator.page_out(
+                self.buffers[kind], pages[value], array, self.last
+            )
             return
         self.leaving[value] = after = self.after()
         record = library.page_out(array, after, self.places, **self.page(value))
@@ -274,10 +292,12 @@ class _Walk:
         self.records.append(record)
 
     def page_in(self, value: int) -> None:
-        if self.emitted.backend != "cpu":
-            self.known[value] = self.target.page_in(self.paged[value], self.last)
-            return
         kind = self.graph.values[value].kind
+        if self.emitted.backend != "cpu":
+            row = self.emitted.host_rows[kind][value]
+            page = accelerator.page_in(self.buffers[kind], row, self.last)
+            self.known[value] = page
+            return
         written = self.paged.get(value)
         self.arriving[value] = after = self.after()
         self.known[value], record = library.page_in(

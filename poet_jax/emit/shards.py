@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from poet_jax.core.errors import CannotTrace
 from poet_jax.core.graph import Graph, Value
 
 # Smaller values count as if each device had all of them.
@@ -34,12 +35,22 @@ def count_devices(graph: Graph, placed: Iterable[Any]) -> int:
     return max(1, *(n for n in counts if isinstance(n, int)))
 
 
+def platform_of(placed: Iterable[Any]) -> str | None:
+    """Of the devices of shardings; None if there is no sharding among `placed`."""
+    for x in placed:
+        for device in getattr(x, "device_set", ()):
+            return device.platform
+    return None
+
+
 def sharded(graph: Graph, compile_for: Callable[[Callable[..., Any]], Any]) -> Graph:
     """`graph` with the shardings of its values, and the bytes of their shards.
 
     Args:
       compile_for: compiles a function of the graph's flat arguments to its flat results
         for the step's own arguments.
+
+    Raises CannotTrace for a sharding that JAX has no name for.
     """
     found: dict[int, Any] = {}
 
@@ -48,7 +59,16 @@ def sharded(graph: Graph, compile_for: Callable[[Callable[..., Any]], Any]) -> G
             answer = functools.partial(found.__setitem__, v)
             jax.debug.inspect_array_sharding(array, callback=answer)
 
-    compile_for(functools.partial(graph, see=see))
+    try:
+        compile_for(functools.partial(graph, see=see))
+    except jax.errors.JaxRuntimeError as error:
+        if "inspect_sharding" not in str(error):
+            raise
+        raise CannotTrace(
+            "XLA cuts a value into parts of an axis of the mesh, and JAX cannot say "
+            "how. Use a mesh with the factors as axes, as jax.make_mesh((4, 2), "
+            '("a", "b")), and P(("a", "b")) for both of them.'
+        ) from error
     values = (_lying(x, v, found) for v, x in enumerate(graph.values))
     return dataclasses.replace(graph, values=tuple(values))
 

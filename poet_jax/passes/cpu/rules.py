@@ -7,8 +7,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
-
 from poet_jax.core.equation import Equation
 from poet_jax.core.graph import Graph, map_equations
 from poet_jax.passes.cpu import convolution, depthwise, pooling
@@ -85,7 +83,7 @@ def cpu_kernels(graph: Graph, rules: Sequence[Rule] = RULES) -> Graph:
 
     Returns `graph` unchanged on a backend other than the CPU.
     """
-    if jax.default_backend() != "cpu":
+    if not graph.on_cpu:
         return graph
 
     def lowered(equation: Equation) -> Equation:
