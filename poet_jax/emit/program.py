@@ -244,9 +244,10 @@ class _Walk:
     def placed(self, value: int, array: Any) -> Any:
         """`array` with the sharding that the plan counts on."""
         sharding = self.graph.values[value].sharding
-        in_type = AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types
-        if sharding is None or in_type:
+        if sharding is None:
             return array
+        if AxisType.Explicit in jax.typeof(array).sharding.mesh.axis_types:
+            return array  # its type says so
         return jax.lax.with_sharding_constraint(array, sharding)
 
     def settle(self) -> None:
