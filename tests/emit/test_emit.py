@@ -44,6 +44,19 @@ def test_an_emitted_program_computes_what_its_graph_does(case, share, stage):
         np.testing.assert_allclose(found, wanted, rtol=2e-4, atol=1e-5)
 
 
+@examples(8)
+@given(case=programs(), share=st.floats(0, 1))
+def test_pages_of_an_accelerator_come_back_as_they_were(case, share):
+    fun, args = case
+    paging = poet_jax.planners.paging_only
+    graph, _, program = planned(fun, args, share, paging)
+    leaves = jax.tree.leaves(args)
+    expected = jax.jit(lambda *x: graph(*x))(*leaves)
+    found = jax.jit(emit(program, "tpu"))(*leaves)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-4, atol=1e-5)
+
+
 @examples(150)
 @given(case=budgeted_graphs(), share=st.floats(0, 2))
 def test_stages_hold_every_instruction_once_and_reads_come_before(case, share):
