@@ -23,7 +23,7 @@ from poet_jax.api.schedule import Schedule, Target, make_schedule
 from poet_jax.core.costs import Costs
 from poet_jax.core.device import DeviceProfile
 from poet_jax.core.errors import BudgetTooSmall, CannotTrace, ClosesOverTracer
-from poet_jax.core.graph import Graph, map_equations
+from poet_jax.core.graph import Graph, Value, map_equations
 from poet_jax.core.plan import BudgetLike, Planner, parse_budget
 from poet_jax.core.program import Program
 from poet_jax.core.purity import Operations, allow_repeats, names_of
@@ -200,7 +200,9 @@ class Scheduled:
             graph, costs = self._priced(key, args, kwargs, traced)
             problem = self._placed(graph) or (paging_problem() if graph.on_cpu else "")
             if problem:
-                graph = _in_ram(graph)
+                graph = _in_ram(graph, lambda value: True)
+            elif not graph.on_cpu:  # a TPU moves rows, not numbers
+                graph = _in_ram(graph, lambda value: not value.shape)
             target = self._target(key, jitted, args, kwargs, traced, graph, costs)
             with eval_context(), _noting(problem):
                 self._schedules[key] = make_schedule(
@@ -397,11 +399,13 @@ def _noting(problem: str) -> Iterator[None]:
         raise
 
 
-def _in_ram(graph: Graph) -> Graph:
-    """`graph` with no value that may be paged, but for state on storage."""
+def _in_ram(graph: Graph, stays: Callable[[Value], bool]) -> Graph:
+    """`graph` with values that may not be paged, but for state on storage."""
     at_home = {*graph.stored, *graph.landing}
     values = (
-        dataclasses.replace(value, pageable=value.pageable and v in at_home)
+        dataclasses.replace(
+            value, pageable=value.pageable and (v in at_home or not stays(value))
+        )
         for v, value in enumerate(graph.values)
     )
     return dataclasses.replace(graph, values=tuple(values))
