@@ -51,6 +51,9 @@ JIT_OPTIONS = (
 )  # fmt: skip
 
 
+# XLA takes room of its own for each page that an accelerator moves.
+LEAST_PAGE_BYTES = 2**18
+
 SHARDINGS = {"in_shardings", "out_shardings"}
 
 
@@ -201,8 +204,8 @@ class Scheduled:
             problem = self._placed(graph) or (paging_problem() if graph.on_cpu else "")
             if problem:
                 graph = _in_ram(graph, lambda value: True)
-            elif not graph.on_cpu:  # a TPU moves rows, not numbers
-                graph = _in_ram(graph, lambda value: not value.shape)
+            elif not graph.on_cpu:
+                graph = _in_ram(graph, lambda value: value.nbytes < LEAST_PAGE_BYTES)
             target = self._target(key, jitted, args, kwargs, traced, graph, costs)
             with eval_context(), _noting(problem):
                 self._schedules[key] = make_schedule(
