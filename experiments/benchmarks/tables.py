@@ -257,12 +257,11 @@ def tpu() -> str:
         room_bytes = int(row["jit_temp_bytes"]) * int(row["share"]) // 100
         cells = [row["model"], size(row["jit_temp_bytes"]), size(room_bytes)]
         if row["compiled_bytes"]:
-            cells += [size(row[name]) for name in ("temp_bytes", "host_temp_bytes")]
-            cells.append(f"{float(row['modelled_ratio']):.2f}")
+            cells += [size(row["temp_bytes"]), f"{float(row['modelled_ratio']):.2f}"]
         else:
-            cells += ["does not fit", "", ""]
+            cells += ["does not fit", ""]
         lines.append(cells)
-    head = ["step", "`jax.jit`", "budget", "compiled", "on the host", "modelled time"]
+    head = ["step", "`jax.jit`", "budget", "compiled", "modelled time"]
     return markdown([head, *lines])
 
 
