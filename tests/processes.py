@@ -91,11 +91,10 @@ def _case(arguments, folder, said):
 
 def workers():
     """Numbers of the processes of solvers that this process has running (Linux)."""
-    children = [
-        number
-        for path in pathlib.Path("/proc/self/task").glob("*/children")
-        for number in path.read_text().split()
-    ]
+    children: list[str] = []
+    for path in pathlib.Path("/proc/self/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # a thread that has ended since
+            children += path.read_text().split()
     found = set()
     for number in children:
         with contextlib.suppress(OSError):
