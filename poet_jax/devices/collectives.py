@@ -10,9 +10,9 @@ from poet_jax.core.graph import Graph, Node, Value
 def gathered_bytes(graph: Graph, node: Node) -> int:
     """Room for what each device gathers of operands that lie apart.
 
-    A product needs of its operands the rows and columns of its own shard of the result,
-    and along the axes that it sums over all, unless both operands are cut alike there:
-    then each device sums over its part, and the sums are added up.
+    For its shard of a product, a device needs the matching rows and columns of the
+    operands. Along summed axes it needs all of them, unless both operands are cut alike
+    there: then each device sums its part, and the sums are added.
     """
     return sum(
         _gathered_bytes(graph, equation)

@@ -33,7 +33,7 @@ def evaluate(node: Node, operands: Sequence[Any]) -> tuple[Any, ...]:
 def page_buffer(pages: int, kind: tuple[tuple[int, ...], Any]) -> jax.Array:
     """Room in the host's memory for pages of one shape and type.
 
-    There are two rows at least: which one is read has to be a question.
+    It has two rows at least, or XLA would know which one is read.
     """
     shape, dtype = kind
     zeros = jnp.zeros((max(2, pages), *shape), dtype)
@@ -52,8 +52,8 @@ def page_out(
 def page_in(buffer: jax.Array, row: int, after: Sequence[jax.Array]) -> jax.Array:
     """The device's copy of a page, made once the arrays `after` are there.
 
-    XLA looks through barriers around what is in the host's memory, but it does not know
-    which row to read before the arrays are there.
+    XLA removes a barrier on an array in the host's memory. So the row to read is a
+    number behind a barrier.
     """
     number, _ = lax.optimization_barrier((jnp.int32(row), list(after)))
     page = lax.dynamic_index_in_dim(buffer, number, keepdims=False)

@@ -90,10 +90,10 @@ class _Fitting:
     """Plans for a step until one fits; see `compile_within`.
 
     Attributes:
-      compilations: how many there were, and what the last one needs in RAM:
-      compiled_bytes.
-      leanest: the plan of least memory that the planner named, which needs
-      smallest_bytes; no plan needs less than least_bytes.
+      compilations: how many there were.
+      compiled_bytes: what the last one needs in RAM.
+      leanest: the plan of least memory that the planner named; None before that.
+      smallest_bytes, least_bytes: what it needs, and what every plan needs.
     """
 
     def __init__(
