@@ -26,7 +26,7 @@ from poet_jax.core.device import DeviceProfile
 from poet_jax.core.errors import CannotTrace
 from poet_jax.core.graph import Graph
 from poet_jax.core.instances import load_instance
-from poet_jax.core.plan import Planner, parse_budget
+from poet_jax.core.plan import Planner, check_budget
 from poet_jax.core.units import format_bytes
 from poet_jax.devices.machine import host
 from poet_jax.planners import (
@@ -306,7 +306,7 @@ def scheduled(made: Sequence[Any]) -> tuple[Scheduled, Sequence[Any]]:
     else:
         inner, args = _beneath(step, args)
     if flags.FLAGS.budget is not None:
-        parse_budget(flags.FLAGS.budget)
+        check_budget(flags.FLAGS.budget)
         inner.budget = flags.FLAGS.budget
     inner.device = device or inner.device
     inner.planner = planner or inner.planner

@@ -37,11 +37,13 @@ hypothesis.settings.load_profile("poet_jax")
 def pytest_configure(config):
     """Tests compile much alike, in processes of their own: JAX keeps it on disk.
 
-    They compile more than they compute, so XLA is asked to optimise little. This
-    machine's rates and the library of pages are kept in a folder of the tests' own.
+    They compile more than they compute, so XLA is asked to optimise little, in one
+    thread of each worker. This machine's rates and the library of pages are kept in a
+    folder of the tests' own.
     """
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "") + " --xla_backend_optimization_level=1"
+        " --xla_cpu_parallel_codegen_split_count=1"
     )
     os.environ["XDG_CACHE_HOME"] = str(config.cache.mkdir("home"))
     options = {

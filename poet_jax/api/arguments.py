@@ -6,12 +6,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ref import Ref
 
 from poet_jax.stores.paged import PagedArray
 
-# Settings of JAX that change the traced function.
+# Settings of JAX that change the traced function, or where it runs.
 SETTINGS = (
+    "jax_default_device",
     "jax_enable_x64",
     "jax_default_matmul_precision",
     "jax_numpy_dtype_promotion",
@@ -68,23 +70,65 @@ class StaticArguments:
                 f"A static argument must have a hash: {error}. Pass a tuple instead of "
                 "a list, or do not make it static."
             ) from error
-        settings = tuple((name, getattr(jax.config, name)) for name in SETTINGS)
-        return static, tree, tuple(map(_aval, leaves)), settings
+        settings = [(name, getattr(jax.config, name)) for name in SETTINGS]
+        settings.append(("the mesh", jax.sharding.get_abstract_mesh()))
+        return static, tree, tuple(map(_aval, leaves)), tuple(settings)
+
+
+def placement(leaves: Iterable[Any]) -> tuple:
+    """Where a user has put arrays: equal for calls that share a plan.
+
+    Empty where all lie on JAX's first device, or nowhere in particular.
+    """
+    placed = [(_sharding(leaf), leaf) for leaf in leaves]
+    devices = {x for sharding, _ in placed if sharding for x in sharding.device_set}
+    if len(devices) > 1:
+        return tuple(sharding and _shards(sharding, x.shape) for sharding, x in placed)
+    return tuple(devices.difference(jax.devices()[:1]))
+
+
+def held_on(leaves: Iterable[Any]) -> tuple[set[Any], int]:
+    """The devices of a step, and the bytes of its arguments that each holds already."""
+    leaves = list(leaves)
+    shardings = filter(None, map(_sharding, leaves))
+    devices = {x for sharding in shardings for x in sharding.device_set}
+    held_bytes = sum(
+        shard.data.nbytes
+        for x in leaves
+        if isinstance(x, jax.Array)
+        for shard in x.addressable_shards[:1]
+    )
+    return devices or {*jnp.zeros(()).devices()}, held_bytes
+
+
+def _sharding(leaf: Any) -> Any:
+    """Of a committed array or a shape; None if a step may put it where it likes."""
+    if isinstance(leaf, jax.ShapeDtypeStruct) or getattr(leaf, "committed", False):
+        return leaf.sharding
+    return None
+
+
+def _shards(sharding: Any, shape: tuple[int, ...]) -> tuple:
+    """(device, bounds of each axis) for each shard, whatever the sharding is called."""
+    return tuple(
+        (device, *((axis.start, axis.stop) for axis in index))
+        for device, index in sharding.devices_indices_map(shape).items()
+    )
 
 
 def _aval(leaf: Any) -> tuple[Any, Any, bool]:
-    """(shape, dtype, weak type) of a leaf."""
+    """(shape, dtype and memory, weak type) of a leaf."""
     if isinstance(leaf, PagedArray):
         return leaf.shape, f"{leaf.dtype} on storage", False
     if isinstance(leaf, Ref):
         return leaf.shape, f"a reference to {leaf.dtype}", False
-    aval = leaf
-    if not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
-        try:
-            aval = jax.typeof(leaf)
-        except TypeError:
-            return type(leaf), "", False
+    try:
+        aval = jax.typeof(leaf)
+    except TypeError:
+        return type(leaf), "", False
     dtype = jax.dtypes.canonicalize_dtype(aval.dtype, allow_extended_dtype=True)
+    if getattr(aval, "memory_space", None) == jax.memory.Space.Host:
+        dtype = f"{dtype} in the host's memory"
     return aval.shape, dtype, bool(getattr(aval, "weak_type", False))
 
 
@@ -108,11 +152,12 @@ def difference(old: Any, new: Any) -> str:
         )
     if old[1] != new[1]:
         return _change("the structure", old[1], new[1])
-    return _some(
+    changes = _some(
         f"{path} was {_show(a)}, now {_show(b)}"
         for path, a, b in zip(_paths(new[1]), old[2], new[2], strict=True)
         if a != b
     )
+    return changes or "arrays lie on other devices, or in other shards"
 
 
 def _change(name: Any, old: Any, new: Any) -> str:

@@ -15,7 +15,7 @@ import jax
 from jax.core import Tracer, eval_context
 from jax.extend.core import get_opaque_trace_state
 
-from poet_jax.api.arguments import StaticArguments, difference
+from poet_jax.api.arguments import StaticArguments, difference, held_on, placement
 from poet_jax.api.cache import PlanCache
 from poet_jax.api.effects import Effects, effects
 from poet_jax.api.pareto import Front, pareto
@@ -24,11 +24,11 @@ from poet_jax.core.costs import Costs
 from poet_jax.core.device import DeviceProfile
 from poet_jax.core.errors import BudgetTooSmall, CannotTrace, ClosesOverTracer
 from poet_jax.core.graph import Graph, Value, map_equations
-from poet_jax.core.plan import BudgetLike, Planner, parse_budget
+from poet_jax.core.plan import BudgetLike, Planner, check_budget
 from poet_jax.core.program import Program
 from poet_jax.core.purity import Operations, allow_repeats, names_of
 from poet_jax.core.trace import trace
-from poet_jax.devices.machine import host, paging_problem
+from poet_jax.devices.machine import free_bytes, host, paging_problem
 from poet_jax.devices.price import price
 from poet_jax.emit import emit
 from poet_jax.emit.executor import HostExecutor, PagedStep, Run, Step
@@ -83,7 +83,7 @@ class Scheduled:
         _check_options(device, planner, executor)
         self._name = getattr(fun, "__name__", type(fun).__name__)
         self._fun = fun
-        parse_budget(budget)
+        check_budget(budget)
         self.budget = budget
         self.device = device
         self.planner = planner if planner is not None else MilpPlanner()
@@ -99,6 +99,7 @@ class Scheduled:
         self._schedules: dict[Any, Schedule] = {}
         self._latest: Any = None
         self._step: Step | PagedStep | None = None  # of the latest call
+        self._placed_at: list[Any] = []  # arguments of the latest call
 
     @property
     def store_bytes(self) -> float:
@@ -117,7 +118,7 @@ class Scheduled:
         compiled, as only then it is known to fit. Raises CannotTrace and
         BudgetTooSmall.
         """
-        return self._plan(self._static.key(args, kwargs), args, kwargs)
+        return self._plan(self._key(args, kwargs), args, kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Schedule:
         """As `plan`: the name that `jax.jit(fun).lower(*args).compile()` has."""
@@ -144,9 +145,16 @@ class Scheduled:
 
         As `poet_jax.pareto`; nothing runs, as in `plan`.
         """
-        key, traced = self._static.key(args, kwargs), self._traced(args, kwargs)
+        key, traced = self._key(args, kwargs), self._traced(args, kwargs)
         graph, costs = self._priced(key, args, kwargs, traced)
         return pareto(graph, costs, budgets, self.planner, self.store_bytes)
+
+    def budget_for(self, *args: Any, **kwargs: Any) -> BudgetLike:
+        """The budget for arguments like these: `"device"` in bytes, as of now."""
+        if self.budget != "device":
+            return self.budget
+        devices, held_bytes = held_on(self._leaves(args, kwargs))
+        return free_bytes(devices, held_bytes, self.device or host())
 
     def effects(self, *args: Any, **kwargs: Any) -> Effects:
         """What each pass makes of the graph for arguments like these: prints as a
@@ -163,7 +171,7 @@ class Scheduled:
         step = self._step
         # Nothing more here: steps may take a millisecond. jax.jit knows for what
         # arguments it has compiled, and traces for any others.
-        if type(step) is Step and not _is_tracing():
+        if type(step) is Step and not _is_tracing() and self._lies(args, kwargs):
             with contextlib.suppress(_NotPlanned):
                 return step(*args, **kwargs)
         traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
@@ -178,8 +186,27 @@ class Scheduled:
         """Bind as a method, as functions do."""
         return self if instance is None else types.MethodType(self, instance)
 
+    def _key(self, args, kwargs) -> tuple:
+        """Equal for calls that share a plan."""
+        placed = placement(self._leaves(args, kwargs))
+        return *self._static.key(args, kwargs), placed
+
+    def _lies(self, args, kwargs) -> bool:
+        """Whether arguments lie where those of the latest call did."""
+        if jax.device_count() == 1:
+            return True
+        leaves = jax.tree.leaves((args, kwargs))
+        before, self._placed_at = (
+            self._placed_at,
+            [
+                jax.config.jax_default_device,  # type: ignore[attr-defined]
+                *(getattr(x, "sharding", None) for x in leaves),
+            ],
+        )
+        return before == self._placed_at
+
     def _run(self, args, kwargs) -> Any:
-        key = self._static.key(args, kwargs)
+        key = self._key(args, kwargs)
         step = self._plan(key, args, kwargs).step
         assert step is not None
         self._latest = key
@@ -211,7 +238,7 @@ class Scheduled:
                 self._schedules[key] = make_schedule(
                     graph,
                     costs,
-                    self.budget,
+                    self.budget_for(*args, **kwargs),
                     self.planner,
                     target,
                     self.store_bytes,
@@ -285,7 +312,7 @@ class Scheduled:
 
         @functools.wraps(self._fun)
         def traced(*args: Any, **kwargs: Any) -> Any:
-            if self._static.key(args, kwargs) != key:
+            if self._static.key(args, kwargs) != key[:-1]:
                 raise _NotPlanned
             return fun(*args, **kwargs)
 
@@ -448,9 +475,9 @@ def schedule(
 
     Args:
       fun: any function that JAX can trace.
-      budget: a `Budget`, a number of bytes, `"64MiB"`, or `"30%"` of what the step
-        needs when everything is kept: as planned, or by XLA's own count if that is
-        more.
+      budget: a `Budget`, a number of bytes, `"64MiB"`, `"device"` for what the device
+        has free less a sixteenth of its memory, or `"30%"` of what the step needs when
+        everything is kept: as planned, or by XLA's own count if that is more.
       device: prices the plan; this machine, calibrated, by default.
       planner: `MilpPlanner()` by default.
       executor: `HostExecutor()` by default.

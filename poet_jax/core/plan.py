@@ -88,6 +88,12 @@ def is_percentage(budget: BudgetLike) -> bool:
     return isinstance(budget, str) and budget.strip().endswith("%")
 
 
+def check_budget(budget: BudgetLike) -> None:
+    """Raise ValueError for what is neither "device" nor a budget of `parse_budget`."""
+    if budget != "device":
+        parse_budget(budget)
+
+
 def parse_budget(budget: BudgetLike, keep_all_bytes: int | None = None) -> Budget:
     """A `Budget` from bytes, `"64MiB"`, or `"30%"` of `keep_all_bytes`.
 

@@ -24,6 +24,12 @@ RASPBERRY_PI_5 = DeviceProfile.load(_FOLDER / "raspberry_pi_5.toml")
 JETSON_TX2 = DeviceProfile.load(_FOLDER / "jetson_tx2.toml")
 JETSON_ORIN = DeviceProfile.load(_FOLDER / "jetson_orin.toml")
 TPU_V5E = DeviceProfile.load(_FOLDER / "tpu_v5e.toml")
+TPU_V5P = DeviceProfile.load(_FOLDER / "tpu_v5p.toml")
+A100 = DeviceProfile.load(_FOLDER / "a100.toml")
+H100 = DeviceProfile.load(_FOLDER / "h100.toml")
+H200 = DeviceProfile.load(_FOLDER / "h200.toml")
+RTX_4090 = DeviceProfile.load(_FOLDER / "rtx_4090.toml")
+M2 = DeviceProfile.load(_FOLDER / "m2.toml")
 
 ALL: dict[str, DeviceProfile] = {
     name: profile

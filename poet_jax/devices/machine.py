@@ -4,12 +4,13 @@ import concurrent.futures
 import contextlib
 import functools
 import hashlib
+import math
 import os
 import pathlib
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -25,6 +26,8 @@ _SMALL_BYTES, _PROBE_BYTES = 2**16, 2**25
 _PROBES = 12
 _PAUSE_SECONDS = 0.005  # between small transfers, about as in a step
 _MOST_CONTENTION = 0.9  # even if the machine was busy
+# Of a device's memory, for fragments and what else runs there.
+RESERVE = 1 / 16
 # For a machine that cannot page; its plans do not read these.
 _ASSUMED = {
     "page_out_bytes_per_second": 1e9,
@@ -138,6 +141,34 @@ def _measured() -> DeviceProfile:
             "rates": "measured: a program for each, see calibrate.PROBES",
         },
     )
+
+
+def free_bytes(
+    devices: Iterable[Any], given_bytes: int, device: DeviceProfile
+) -> float:
+    """Memory for a step on the fullest of `devices`: what is free there, arguments
+    included, less a reserve of a sixteenth.
+
+    A device that does not say what is free, as a CPU, has the RAM of the profile. It is
+    rounded down to a 64th of the memory, so that a restarted job finds its plan.
+
+    Args:
+      given_bytes: of the arguments that each device holds already.
+    """
+    return min(_free_bytes(x, given_bytes, device) for x in devices)
+
+
+def _free_bytes(accelerator: Any, given_bytes: int, device: DeviceProfile) -> float:
+    try:
+        counts = accelerator.memory_stats() or {}
+    except (jax.errors.JaxRuntimeError, NotImplementedError):  # it is not here
+        counts = {}
+    limit = counts.get("bytes_limit") or device.ram_bytes
+    used_bytes = max(0, counts.get("bytes_in_use", 0) - given_bytes)
+    if math.isinf(limit):
+        return limit
+    unit = limit // 64 or 1
+    return int((1 - RESERVE) * limit - used_bytes) // unit * unit
 
 
 def _memory() -> tuple[int, str]:

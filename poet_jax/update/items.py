@@ -107,7 +107,7 @@ class Items:
                 self._arguments[place[name]] = owners[path]
         self.graph, self.costs = self._priced(self.all)
         keep_all_bytes = keep_everything(self.graph, self.costs).usage.peak_bytes
-        budget = parse_budget(self._scheduled.budget, keep_all_bytes)
+        budget = parse_budget(step.scheduled.budget_for(*step.args), keep_all_bytes)
         self.budget = budget.on_storage_of(self._scheduled.store_bytes, self.graph)
         self.choice = self._choice(self.graph)
 

@@ -1,6 +1,7 @@
 """`schedule` is a drop-in for `jax.jit`, under a budget that makes it work for it."""
 
 import concurrent.futures
+import dataclasses
 import functools
 import gc
 import logging
@@ -15,6 +16,7 @@ from toy import OPTIONS, STAGES, W, X, gradient, loss, schedule
 
 import poet_jax
 from poet_jax.core.plan import Compute
+from poet_jax.devices import machine
 
 BUDGETS = ["1GiB", "75%"]  # nothing is repeated or paged, and something is
 
@@ -130,6 +132,33 @@ def test_a_percentage_is_of_what_keep_all_needs():
 
 
 # Arguments and results.
+
+
+def test_a_budget_may_be_what_a_board_has():
+    """All but a sixteenth of its memory."""
+    board = dataclasses.replace(poet_jax.devices.STM32H7, ram_bytes=12_345_678)
+    step = poet_jax.schedule(gradient, "device", **OPTIONS | {"device": board})
+    budget_bytes = step.plan(W, X).budget.memory_bytes
+    assert 0.92 * board.ram_bytes < budget_bytes <= board.ram_bytes * 15 / 16
+    assert_same(step(W, X), gradient(W, X))
+
+
+class Accelerator:
+    """A device that says what it has, as a GPU does."""
+
+    def __init__(self, **counts):
+        self.memory_stats = lambda: counts
+
+
+def test_what_an_accelerator_has_free_counts_arguments_and_is_that_of_the_fullest():
+    free = functools.partial(machine.free_bytes, device=poet_jax.devices.H100)
+    half, full = (
+        Accelerator(bytes_limit=64 << 20, bytes_in_use=x << 20) for x in (32, 60)
+    )
+    assert free([half], 0) == (64 - 32 - 4) << 20
+    assert free([half], 8 << 20) == (64 - 24 - 4) << 20
+    assert free([half, full], 8 << 20) == (64 - 52 - 4) << 20
+    assert free([Accelerator()], 0) == free(jax.devices(), 0)
 
 
 @pytest.mark.parametrize("static", [{"static_argnums": 1}, {"static_argnames": "n"}])

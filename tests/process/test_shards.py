@@ -94,7 +94,8 @@ def needed_bytes(compiled):
 
 
 def scheduled(budget, **options):
-    return poet_jax.schedule(step, budget, device=DEVICE, donate_argnums=0, **options)
+    options = {"device": DEVICE, "planner": poet_jax.greedy, **options}
+    return poet_jax.schedule(step, budget, donate_argnums=0, **options)
 
 
 def least_bytes(*args):
@@ -184,3 +185,22 @@ def test_nothing_is_paged_and_the_error_says_so():
     assert "8 devices" in caught.value.__notes__[0]
     values = scheduled("75%").plan(*args).graph.values
     assert not any(value.pageable for value in values)
+
+
+def test_a_step_is_planned_for_the_devices_that_its_arrays_lie_on():
+    """Also where jax.jit would run what it traced before: only the devices differ."""
+    alone = jax.tree.map(np.asarray, data_parallel())
+    planned = poet_jax.schedule(step, "75%", device=DEVICE)
+    for args in (alone, alone, data_parallel(), fully_sharded(), alone):
+        assert_close(planned(*args), jax.jit(step)(*args))
+        schedule = planned.plan(*args)
+        assert schedule.graph.devices == (1 if args is alone else 8)
+        assert planned.last_run.peak_bytes == schedule.compiled_bytes
+
+
+def test_state_that_comes_back_in_place_is_not_planned_again(caplog):
+    state, x = fully_sharded()
+    planned = scheduled("75%")
+    for _ in range(3):
+        state, _ = planned(state, x)
+    assert "again" not in caplog.text
