@@ -99,6 +99,7 @@ class Scheduled:
         self._schedules: dict[Any, Schedule] = {}
         self._latest: Any = None
         self._step: Step | PagedStep | None = None  # of the latest call
+        self._cannot_move = False  # where there is one device only
         self._placed_at: list[Any] = []  # arguments of the latest call
 
     @property
@@ -171,9 +172,15 @@ class Scheduled:
         step = self._step
         # Nothing more here: steps may take a millisecond. jax.jit knows for what
         # arguments it has compiled, and traces for any others.
-        if type(step) is Step and not _is_tracing() and self._lies(args, kwargs):
-            with contextlib.suppress(_NotPlanned):
+        if (
+            type(step) is Step
+            and not _is_tracing()
+            and (self._cannot_move or self._lies(args, kwargs))
+        ):
+            try:
                 return step(*args, **kwargs)
+            except _NotPlanned:
+                self._step = None
         traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
         if traced or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return self._jitted(*args, **kwargs)
@@ -193,8 +200,6 @@ class Scheduled:
 
     def _lies(self, args, kwargs) -> bool:
         """Whether arguments lie where those of the latest call did."""
-        if jax.device_count() == 1:
-            return True
         leaves = jax.tree.leaves((args, kwargs))
         before, self._placed_at = (
             self._placed_at,
@@ -209,6 +214,7 @@ class Scheduled:
         key = self._key(args, kwargs)
         step = self._plan(key, args, kwargs).step
         assert step is not None
+        self._cannot_move = jax.device_count() == 1
         self._latest = key
         self._step = step
         if isinstance(step, PagedStep):

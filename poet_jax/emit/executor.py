@@ -153,10 +153,6 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if copied:  # memory that this step does not know of
             drop_copies()
-        return self.run(*args, **kwargs)
-
-    def run(self, *args: Any, **kwargs: Any) -> Any:
-        """As a call, whatever else is in RAM."""
         start = time.perf_counter()
         try:
             results = self._jitted(*args, **kwargs)
@@ -177,13 +173,16 @@ class Step:
         return Run(self._seconds, self.nbytes, recomputed=self._recomputed)
 
 
+_CONTAINERS = tuple, list, dict
+
+
 def _wait_for(results: Any) -> None:
     """Block until one array is there: all of one program are there at once.
 
     Flattening `results` would take longer than a short step waits.
     """
     first = results
-    while isinstance(first, tuple | list | dict) and first:
+    while isinstance(first, _CONTAINERS) and first:
         first = next(iter(first.values() if isinstance(first, dict) else first))
     if not isinstance(first, jax.Array):
         first = next(iter(jax.tree.leaves(results)), None)
@@ -292,7 +291,7 @@ class PagedStep:
             ]
             if self._emitted.pages:
                 inputs.append(self._places(leaves, landed, room))
-            results = self._step.run(*inputs)
+            results = self._step(*inputs)
         except BaseException as error:
             for paged in landed.values():
                 paged.delete()
