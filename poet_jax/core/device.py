@@ -33,6 +33,7 @@ class DeviceProfile:
       flops_per_second: of float32 matrix products and convolutions.
       flops_per_joule: of the same, over idle; the ratio of both is compute power.
       bytes_per_second: memory bandwidth; infinite counts FLOPs alone.
+      link_bytes_per_second: at which a device receives from the others of a step.
       elementwise_flops_per_second: of other operations; None for flops_per_second.
       bfloat16_speedup, int8_speedup: of 16-bit floats and 8-bit integers over float32.
       page_in_latency_seconds, page_in_bytes_per_second: reading from storage.
@@ -66,6 +67,7 @@ class DeviceProfile:
     page_out_bytes_per_second: float
     paging_watts: float
     bytes_per_second: float = math.inf
+    link_bytes_per_second: float = math.inf
     elementwise_flops_per_second: float | None = None
     bfloat16_speedup: float = 1.0
     int8_speedup: float = 1.0

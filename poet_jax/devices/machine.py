@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import hashlib
 import math
@@ -62,10 +63,12 @@ def host_path() -> pathlib.Path:
     """The file in which `host()` keeps this machine's rates; delete it to recalibrate.
 
     It is in the folder `poet_jax` of $XDG_CACHE_HOME or ~/.cache. Its name has a hash
-    of the machine, JAX's version and devices, and the calibration programs.
+    of the machine, JAX's version and devices, the calibration programs, and what a
+    profile has.
     """
     folder = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    parts = (*described(), _transfers(), described_probes())
+    fields = (field.name for field in dataclasses.fields(DeviceProfile))
+    parts = (*described(), _transfers(), described_probes(), *fields)
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
     return pathlib.Path(folder) / "poet_jax" / f"host-{key}.toml"
 
@@ -124,6 +127,7 @@ def _measured() -> DeviceProfile:
         flops_per_second=flops_per_second,
         flops_per_joule=flops_per_second / 10.0,
         bytes_per_second=1 / rates["moved"][-1][1],
+        link_bytes_per_second=1 / rates["moved"][-1][1],
         paging_watts=2.0 + 10.0 / (os.cpu_count() or 1),
         static_watts=5.0,
         dispatch_seconds=launch_seconds,
@@ -134,6 +138,7 @@ def _measured() -> DeviceProfile:
             "flops_per_second": "measured: the largest product of `rates`",
             "flops_per_joule": "assumed: 10 W for compute on all cores",
             "bytes_per_second": "measured: the largest traffic of `rates`",
+            "link_bytes_per_second": "assumed: devices share the memory",
             **said,
             "paging_watts": "assumed: 2 W and one core's share",
             "static_watts": "assumed: 5 W",

@@ -7,7 +7,7 @@ import numpy as np
 from poet_jax.core.costs import Costs, node_flops
 from poet_jax.core.device import DeviceProfile
 from poet_jax.core.graph import Graph, Node
-from poet_jax.devices.collectives import gathered_bytes
+from poet_jax.devices.collectives import gathered_bytes, received_bytes
 from poet_jax.devices.kernels import Kernel, kernels, workspace_bytes
 from poet_jax.devices.node_costs import read_node_costs
 from poet_jax.devices.timing import time_nodes
@@ -23,8 +23,8 @@ def price(graph: Graph, device: DeviceProfile, *, measure: bool = False) -> Cost
     each equation's FLOPs are multiplied by `device.slowdown`. A `while` counts one
     trip. Joules are compute power times seconds; a roofline's exclude dispatch. Nodes
     in the file `device.node_costs` cost what it says. On several devices a node's work
-    is divided as the bytes that it reads and writes are, and what they tell each other
-    is not priced.
+    is divided as the bytes that it reads and writes are, and what a product needs of
+    the others' shards arrives at `device.link_bytes_per_second`, at paging power.
 
     With `measure`, each distinct node is compiled and timed on this machine, and its
     workspace is XLA's count plus `scratch.node_scratch`. Nodes with side effects, or
@@ -44,6 +44,9 @@ def price(graph: Graph, device: DeviceProfile, *, measure: bool = False) -> Cost
         seconds, joules = seconds * shares, joules * shares
         gathered = [gathered_bytes(graph, node) for node in graph.nodes]
         workspaces = (workspaces * shares).astype(np.int64) + gathered
+        received = np.array([received_bytes(graph, node) for node in graph.nodes])
+        seconds = seconds + received / device.link_bytes_per_second
+        joules = joules + received / device.link_bytes_per_second * device.paging_watts
     if measure:
         for number, timed in enumerate(time_nodes(graph)):
             if timed is not None:

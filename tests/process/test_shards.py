@@ -1,6 +1,7 @@
 """Steps on eight devices: a budget is of each device's memory. Each case has a process
 of its own."""
 
+import dataclasses
 import os
 
 import jax
@@ -143,6 +144,23 @@ def test_a_fully_sharded_step_takes_an_eighth_and_less_than_jit():
     # Alone it may page, too.
     assert least <= 1.2 * alone / 8 + 2 * args[0][0]["up"][0].nbytes
     assert least < 0.8 * needed_bytes(jitted)
+
+
+@pytest.mark.parametrize("make", [data_parallel, fully_sharded])
+def test_what_devices_tell_each_other_takes_time(make):
+    """All devices have all gradients, as around a ring; or matrices are gathered for
+    each product, and gradients are not."""
+    args = make()
+    graph = scheduled("100%").plan(*args).graph
+    slow = dataclasses.replace(DEVICE, link_bytes_per_second=1e6)
+    matrices = [x.nbytes for x in jax.tree.leaves(args[0][0])]
+    sent = sum(matrices) * 7 / 8
+    if make is fully_sharded:  # but for the slope of the batch, which nobody asks for
+        sent += 2 * sum(matrices) * 7 / 8 - matrices[0] * 7 / 8
+    else:
+        sent *= 2
+    seconds = (poet_jax.price(graph, x).seconds.sum() for x in (slow, DEVICE))
+    assert np.subtract(*seconds) == pytest.approx(sent / 1e6)
 
 
 def test_shardings_may_be_options():
