@@ -31,7 +31,8 @@ from poet_jax.core.program import Program, lower, program_from_list, program_to_
 from poet_jax.core.representation import brief
 from poet_jax.core.simulate import Usage, simulate
 from poet_jax.emit import compile_within, keep_all_bytes
-from poet_jax.emit.executor import PagedStep, Run, Step
+from poet_jax.emit.executor import Run, Step
+from poet_jax.emit.paged_step import PagedStep
 from poet_jax.planners.planner import Judged, fits, keep_everything, objective_of
 from poet_jax.viz import figures, table
 from poet_jax.viz.dot import write_dot

@@ -10,7 +10,7 @@ from poet_jax.core.plan import Stages
 from poet_jax.core.program import lower_actions
 from poet_jax.core.trace import trace
 from poet_jax.emit import emit
-from poet_jax.emit.executor import PagedStep
+from poet_jax.emit.paged_step import PagedStep
 from poet_jax.passes.grouping import group
 from poet_jax.passes.reordering import reorder
 from poet_jax.stores.paged import SMALL_BYTES, PagedArray, land

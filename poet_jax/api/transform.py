@@ -31,7 +31,8 @@ from poet_jax.core.trace import trace
 from poet_jax.devices.machine import free_bytes, host, paging_problem
 from poet_jax.devices.price import price
 from poet_jax.emit import emit
-from poet_jax.emit.executor import HostExecutor, PagedStep, Run, Step
+from poet_jax.emit.executor import HostExecutor, Run, Step
+from poet_jax.emit.paged_step import PagedStep
 from poet_jax.emit.shards import count_devices, platform_of, sharded
 from poet_jax.passes import PASSES, Pass, run_passes
 from poet_jax.passes.cpu.scratch import node_scratch
