@@ -8,7 +8,7 @@ import logging
 import math
 import os
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,17 +18,18 @@ from jax.extend.core import get_opaque_trace_state
 from poet_jax.api.arguments import StaticArguments, difference, held_on, placement
 from poet_jax.api.cache import PlanCache
 from poet_jax.api.effects import Effects, effects
+from poet_jax.api.paging import SHARDINGS, apart, noting, pageable
 from poet_jax.api.pareto import Front, pareto
 from poet_jax.api.schedule import Schedule, Target, make_schedule
 from poet_jax.core.costs import Costs
 from poet_jax.core.device import DeviceProfile
-from poet_jax.core.errors import BudgetTooSmall, CannotTrace, ClosesOverTracer
-from poet_jax.core.graph import Graph, Value, map_equations
+from poet_jax.core.errors import CannotTrace, ClosesOverTracer
+from poet_jax.core.graph import Graph, map_equations
 from poet_jax.core.plan import BudgetLike, Planner, check_budget
 from poet_jax.core.program import Program
 from poet_jax.core.purity import Operations, allow_repeats, names_of
 from poet_jax.core.trace import trace
-from poet_jax.devices.machine import free_bytes, host, paging_problem
+from poet_jax.devices.machine import free_bytes, host
 from poet_jax.devices.price import price
 from poet_jax.emit import emit
 from poet_jax.emit.executor import HostExecutor, Run, Step
@@ -50,12 +51,6 @@ JIT_OPTIONS = (
     "static_argnums", "static_argnames", "donate_argnums", "donate_argnames",
     "in_shardings", "out_shardings", "keep_unused", "inline", "compiler_options",
 )  # fmt: skip
-
-
-# XLA takes room of its own for each page that an accelerator moves.
-LEAST_PAGE_BYTES = 2**18
-
-SHARDINGS = {"in_shardings", "out_shardings"}
 
 
 class Scheduled:
@@ -235,13 +230,9 @@ class Scheduled:
             jitted = self._jitted_for(key, self._fun)
             traced = self._traced(args, kwargs, reason, jitted)
             graph, costs = self._priced(key, args, kwargs, traced)
-            problem = self._placed(graph) or (paging_problem() if graph.on_cpu else "")
-            if problem:
-                graph = _in_ram(graph, lambda value: True)
-            elif not graph.on_cpu:
-                graph = _in_ram(graph, lambda value: value.nbytes < LEAST_PAGE_BYTES)
+            graph, problem = pageable(graph, self._jit_options)
             target = self._target(key, jitted, args, kwargs, traced, graph, costs)
-            with eval_context(), _noting(problem):
+            with eval_context(), noting(problem):
                 self._schedules[key] = make_schedule(
                     graph,
                     costs,
@@ -253,15 +244,6 @@ class Scheduled:
                 )
             self._latest = key
         return self._schedules[key]
-
-    def _placed(self, graph: Graph) -> str:
-        """Why nothing is paged although it could be; empty if there is no reason."""
-        placed = sorted(self._jit_options.keys() & SHARDINGS)
-        if placed:
-            return f"A step with {' and '.join(placed)} does not page."
-        if graph.devices > 1 and graph.on_cpu:
-            return f"A step on {graph.devices} devices of a CPU does not page."
-        return ""
 
     def _target(
         self,
@@ -275,7 +257,7 @@ class Scheduled:
     ) -> Target:
         """What compiles this function for arguments of one key."""
         scratch, scratch_bytes = _scratch(graph)
-        is_timed = self.executor.trace and not self._placed(graph)
+        is_timed = self.executor.trace and not apart(graph, self._jit_options)
 
         def whole() -> Step:
             own_bytes = _scratch(traced)[1]
@@ -385,7 +367,7 @@ class Scheduled:
         devices = count_devices(graph, shardings)
         platform = platform_of(shardings)
         graph = dataclasses.replace(graph, devices=devices, platform=platform)
-        if paged and (problem := self._placed(graph)):
+        if paged and (problem := apart(graph, self._jit_options)):
             raise TypeError(
                 f"{problem} An argument is a PagedArray. Leave shardings out, or read "
                 "it into RAM with jnp.asarray."
@@ -423,29 +405,6 @@ def _scratch(graph: Graph) -> tuple[list[int], int]:
     """What libraries allocate for each node without XLA's knowledge, and the most."""
     scratch = [node_scratch(node) if graph.on_cpu else 0 for node in graph.nodes]
     return scratch, max(scratch, default=0)
-
-
-@contextlib.contextmanager
-def _noting(problem: str) -> Iterator[None]:
-    """Add to a BudgetTooSmall that nothing could be paged, if there is a `problem`."""
-    try:
-        yield
-    except BudgetTooSmall as error:
-        if problem:
-            error.add_note(f"No value was paged. {problem}")
-        raise
-
-
-def _in_ram(graph: Graph, stays: Callable[[Value], bool]) -> Graph:
-    """`graph` with values that may not be paged, but for state on storage."""
-    at_home = {*graph.stored, *graph.landing}
-    values = (
-        dataclasses.replace(
-            value, pageable=value.pageable and (v in at_home or not stays(value))
-        )
-        for v, value in enumerate(graph.values)
-    )
-    return dataclasses.replace(graph, values=tuple(values))
 
 
 class _NotPlanned(Exception):
