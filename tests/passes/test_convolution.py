@@ -1,6 +1,7 @@
 """Filter gradients as matrix products: the numbers of XLA's convolution, fewer
 surprises."""
 
+import dataclasses
 import functools
 import math
 
@@ -13,8 +14,8 @@ from hypothesis import strategies as st
 from strategies import DEVICE, examples
 
 import poet_jax
-from poet_jax.passes.cpu.convolution import by_images
-from poet_jax.passes.cpu.rules import cpu_kernels
+from poet_jax.passes.cpu import rules
+from poet_jax.passes.cpu.convolution import by_images, is_filter_gradient
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -23,6 +24,16 @@ def convolve(image, kernel, numbers=NHWC, strides=(1, 1), padding="SAME", **opti
     return jax.lax.conv_general_dilated(
         image, kernel, strides, padding, dimension_numbers=numbers, **options
     )
+
+
+# As in the package, but for gradients of small filters.
+RULES = tuple(
+    dataclasses.replace(rule, applies=is_filter_gradient)
+    if rule.name == "filter_gradient"
+    else rule
+    for rule in rules.RULES
+)
+cpu_kernels = functools.partial(rules.cpu_kernels, rules=RULES)
 
 
 def graph_of(fun, *args):
@@ -170,6 +181,13 @@ def test_what_it_does_not_cover_stays_as_it_was(convolution, image, kernel):
     ).is_lowered
 
 
+def test_what_lies_in_caches_is_left_to_xla():
+    slope = functools.partial(slope_of, convolve)
+    for images, is_lowered in ((4, False), (256, True)):
+        graph = poet_jax.trace(slope, jnp.ones((images, *IMAGE.shape[1:])), KERNEL)
+        assert rules.cpu_kernels(graph).is_lowered == is_lowered
+
+
 @pytest.mark.parametrize("trace", [False, True], ids=["whole", "planned"])
 def test_it_is_a_pass_that_can_be_left_out(trace):
     def fun(kernel, image):
@@ -187,7 +205,7 @@ def test_it_is_a_pass_that_can_be_left_out(trace):
         schedule(),
         schedule(passes=(poet_jax.passes.group, poet_jax.passes.reorder)),
     )
-    args = KERNEL * 0.01, jax.random.normal(jax.random.key(0), IMAGE.shape)
+    args = KERNEL * 0.01, jax.random.normal(jax.random.key(0), (32, 56, 56, 4))
     assert with_it.plan(*args).graph.is_lowered
     assert not without.plan(*args).graph.is_lowered
     expected = jax.jit(fun)(*args)

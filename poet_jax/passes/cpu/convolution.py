@@ -1,9 +1,9 @@
 """Convolutions as matrix products, or image by image, for XLA's CPU backend.
 
 A 1x1 convolution is a matrix product; XLA copies its image first. A filter's gradient
-is a convolution whose filter is as large as the image, which XLA computes at a few
-GFLOP/s, up to ten times slower than the convolution itself. As a product of shifted
-images with the output's gradient it runs at the speed of a matrix product.
+is a convolution whose filter is as large as the image, which XLA computes fast while
+the arrays lie in caches, and else up to four times slower than a product. As a product
+of shifted images with the output's gradient it runs at the speed of a matrix product.
 """
 
 import itertools
@@ -20,6 +20,7 @@ from poet_jax.passes.cpu.scratch import scratch_bytes
 
 PATCHES_BYTES = 8 * 2**20  # most of shifted images at once
 CACHED_BYTES = 4 * 2**20  # of shifted images in a processor's caches
+LEAST_BYTES = 5 * 2**19  # of images and slopes beyond a processor's caches
 LEAST_WORK = 64  # FLOPs per byte, above which another copy costs no time
 
 
@@ -145,6 +146,14 @@ def is_filter_gradient(equation: Equation) -> bool:
     elements = math.prod(filters.shape[d] for d in numbers.rhs_spec[2:])
     specs = tuple(numbers.lhs_spec), tuple(numbers.rhs_spec)
     return places < elements and specs == (batch_summed, batch_summed)
+
+
+def is_large_filter_gradient(equation: Equation) -> bool:
+    """Whether it is a filter's gradient for more images than caches hold."""
+    if not is_filter_gradient(equation):
+        return False
+    image, slope = equation.operand_shapes
+    return (image.size + slope.size) * image.dtype.itemsize >= LEAST_BYTES
 
 
 def as_matrix_product(params: dict[str, Any], image: jax.Array, slope: jax.Array):

@@ -32,9 +32,10 @@ class Rule:
 RULES = (
     Rule(
         "filter_gradient",
-        convolution.is_filter_gradient,
+        convolution.is_large_filter_gradient,
         convolution.as_matrix_product,
-        "the speed of a matrix product instead of a few GFLOP/s",
+        "8 x 56 x 56 x 64 with 3 x 3 taps: 15 ms instead of 49; below 2.5 MiB of image "
+        "and slope XLA takes half the time",
     ),
     Rule(
         "pointwise",
