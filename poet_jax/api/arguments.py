@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import backend
 from jax.ref import Ref
 
 from poet_jax.stores.paged import PagedArray
@@ -85,6 +86,11 @@ def placement(leaves: Iterable[Any]) -> tuple:
     if len(devices) > 1:
         return tuple(sharding and _shards(sharding, x.shape) for sharding, x in placed)
     return tuple(devices.difference(jax.devices()[:1]))
+
+
+def count_all_devices() -> int:
+    """Devices that arrays may lie on: of all platforms, not of the default one only."""
+    return sum(client.device_count() for client in backend.backends().values())
 
 
 def held_on(leaves: Iterable[Any]) -> tuple[set[Any], int]:

@@ -15,7 +15,13 @@ import jax
 from jax.core import Tracer, eval_context
 from jax.extend.core import get_opaque_trace_state
 
-from poet_jax.api.arguments import StaticArguments, difference, held_on, placement
+from poet_jax.api.arguments import (
+    StaticArguments,
+    count_all_devices,
+    difference,
+    held_on,
+    placement,
+)
 from poet_jax.api.cache import PlanCache
 from poet_jax.api.effects import Effects, effects
 from poet_jax.api.paging import SHARDINGS, apart, noting, pageable
@@ -210,7 +216,7 @@ class Scheduled:
         key = self._key(args, kwargs)
         step = self._plan(key, args, kwargs).step
         assert step is not None
-        self._cannot_move = jax.device_count() == 1
+        self._cannot_move = count_all_devices() == 1
         self._latest = key
         self._step = step
         if isinstance(step, PagedStep):

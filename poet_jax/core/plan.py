@@ -89,7 +89,7 @@ def is_percentage(budget: BudgetLike) -> bool:
 
 
 def check_budget(budget: BudgetLike) -> None:
-    """Raise ValueError for what is neither "device" nor a budget of `parse_budget`."""
+    """Raise ValueError unless it is "device", or `parse_budget` reads it."""
     if budget != "device":
         parse_budget(budget)
 
@@ -106,7 +106,10 @@ def parse_budget(budget: BudgetLike, keep_all_bytes: int | None = None) -> Budge
             fraction = parse_percent(budget)
             nbytes = fraction * (keep_all_bytes or 2**30)
             return Budget(nbytes + 1e-6)  # type: ignore[arg-type]
-        return Budget(parse_bytes(budget))
+        try:
+            return Budget(parse_bytes(budget))
+        except ValueError as error:
+            raise ValueError(f'{error} "device" is what it has free.') from None
     if isinstance(budget, numbers.Real):
         return Budget(budget)  # type: ignore[arg-type]
     raise ValueError(

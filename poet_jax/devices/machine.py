@@ -151,10 +151,10 @@ def _measured() -> DeviceProfile:
 def free_bytes(
     devices: Iterable[Any], given_bytes: int, device: DeviceProfile
 ) -> float:
-    """Memory for a step on the fullest of `devices`: what is free there, arguments
-    included, less a reserve of a sixteenth.
+    """Memory for a step on the fullest of `devices`: free bytes and those of arguments,
+    less a reserve of a sixteenth.
 
-    A device that does not say what is free, as a CPU, has the RAM of the profile. It is
+    A CPU does not report what is free, and counts with the profile's RAM. The result is
     rounded down to a 64th of the memory, so that a restarted job finds its plan.
 
     Args:
@@ -166,7 +166,7 @@ def free_bytes(
 def _free_bytes(accelerator: Any, given_bytes: int, device: DeviceProfile) -> float:
     try:
         counts = accelerator.memory_stats() or {}
-    except (jax.errors.JaxRuntimeError, NotImplementedError):  # it is not here
+    except jax.errors.JaxRuntimeError:  # it is not on this machine
         counts = {}
     limit = counts.get("bytes_limit") or device.ram_bytes
     used_bytes = max(0, counts.get("bytes_in_use", 0) - given_bytes)
