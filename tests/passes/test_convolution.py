@@ -15,7 +15,7 @@ from strategies import DEVICE, examples
 
 import poet_jax
 from poet_jax.passes.cpu import rules
-from poet_jax.passes.cpu.convolution import by_images, is_filter_gradient
+from poet_jax.passes.cpu.convolution import in_parts, is_filter_gradient
 
 NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -326,14 +326,14 @@ def test_a_step_with_wide_convolutions_may_be_transformed_and_traced_over():
     ],
 )
 def test_images_have_nothing_to_do_with_each_other(options):
-    """One at a time gives the same numbers."""
+    """A few at a time give the same numbers."""
     keys = jax.random.split(jax.random.key(0))
     image = jax.random.normal(keys[0], (9, 64, 64, 64))
     kernel = jax.random.normal(keys[1], (3, 3, 64, 64)) / 24
     convolution = functools.partial(convolve, **options)
     graph = cpu_kernels(poet_jax.trace(convolution, image, kernel))
     (changed,) = [e.lowering for n in graph.nodes for e in n.equations]
-    assert changed is by_images
+    assert changed is in_parts
     (got,) = jax.jit(lambda *args: graph(*args))(image, kernel)
     expected = jax.jit(convolution)(image, kernel)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
@@ -347,7 +347,7 @@ def test_large_images_are_not_copied_at_once():
         return (jnp.tanh(convolve(image, kernel)) ** 2).sum()
 
     graph = cpu_kernels(poet_jax.trace(jax.grad(loss), kernel, image))
-    nodes = [n for n in graph.nodes if n.equations[0].lowering is by_images]
+    nodes = [n for n in graph.nodes if n.equations[0].lowering is in_parts]
     assert [node.backward for node in nodes] == [False]
     workspaces = [
         poet_jax.price(x, DEVICE).workspace_bytes.max()
@@ -356,7 +356,7 @@ def test_large_images_are_not_copied_at_once():
             cpu_kernels(poet_jax.trace(convolve, image, kernel)),
         )
     ]
-    assert workspaces[1] < image.nbytes / 4
+    assert workspaces[1] < image.nbytes * 2 / 3
     # XLA copies them up to JAX 0.10.
     assert workspaces[0] >= image.nbytes or jax.__version_info__ >= (0, 11)
 

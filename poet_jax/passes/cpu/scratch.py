@@ -42,12 +42,12 @@ def lowered(equation: Equation) -> Graph:
     return trace(lambda *xs: lowering(equation.params, *xs), *equation.operand_shapes)
 
 
-def _of_convolution(equation: Equation) -> int:
+def convolution_scratch(
+    params: dict[str, Any], image: Any, kernel: Any, result: Any
+) -> int:
     """YNNPACK copies the kernel, and the padded image for each of at most two blocks of
     64 output channels; without padding it writes all patches instead."""
-    params, numbers = equation.params, equation.params["dimension_numbers"]
-    image, kernel = equation.operand_shapes
-    (result,) = equation.result_shapes
+    numbers = params["dimension_numbers"]
     outputs = kernel.shape[numbers.rhs_spec[0]]
     taps = math.prod(kernel.shape[d] for d in numbers.rhs_spec[2:])
     groups = params["feature_group_count"] * params["batch_group_count"]
@@ -64,6 +64,11 @@ def _of_convolution(equation: Equation) -> int:
     padded_bytes = math.prod(sizes) * others * image.dtype.itemsize
     copies = min(2, max(1, outputs // groups // _BLOCK))
     return copies * padded_bytes + nbytes_of(kernel)
+
+
+def _of_convolution(equation: Equation) -> int:
+    shapes = *equation.operand_shapes, *equation.result_shapes
+    return convolution_scratch(equation.params, *shapes)
 
 
 _BLOCK = 64
