@@ -8,7 +8,7 @@ and times `jax.jit` of the same step: as it was written, and in the forms that
 one (`price(..., measure=True)`), and compares what the model says of each: rank
 correlation and the quartiles of planned over measured. The machine is calibrated anew
 before each model, as other work on it would count otherwise. It writes
-experiments/results/prediction/prediction.csv, in some fifteen minutes on two cores.
+experiments/results/prediction/prediction.csv, in some four minutes on two cores.
 """
 
 import dataclasses
@@ -102,8 +102,7 @@ def measure(name: str) -> dict[str, str]:
 
 
 def timed(runs: dict[str, Callable], fresh: Callable, batch) -> dict[str, float]:
-    """Seconds of the shortest step of each, in turns, on donated state: rates are of
-    the shortest runs, too."""
+    """Median seconds of a step of each, in turns, on donated state."""
     compiled = {
         kind: jax.jit(run, donate_argnums=0).lower(fresh(), batch).compile()
         for kind, run in runs.items()
@@ -120,7 +119,7 @@ def timed(runs: dict[str, Callable], fresh: Callable, batch) -> dict[str, float]
             if turns:  # the first one warms up
                 seconds[kind].append(time.perf_counter() - start)
         turns += 1
-    return {kind: min(x) for kind, x in seconds.items()}
+    return {kind: statistics.median(x) for kind, x in seconds.items()}
 
 
 def nodes_beside(graph: Graph, host: poet_jax.DeviceProfile) -> dict[str, str]:

@@ -172,7 +172,9 @@ def calibrated(probes: Sequence[Probe] = PROBES) -> tuple[float, Rates]:
 
 def described_probes(probes: Sequence[Probe] = PROBES) -> str:
     """Kinds, shapes and dtypes of the probes, which rates depend on."""
-    return str([(probe.kind, probe.shapes, probe.dtype) for probe in probes])
+    return "medians of " + str(
+        [(probe.kind, probe.shapes, probe.dtype) for probe in probes]
+    )
 
 
 def _row(

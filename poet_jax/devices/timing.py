@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import os
+import statistics
 import time
 from typing import Any, NamedTuple
 
@@ -11,8 +12,8 @@ import jax.numpy as jnp
 from poet_jax.core.graph import Graph, Node, node_signature
 from poet_jax.core.progress import counted
 
-# At least 3 timed runs, up to 30 within 20 ms; the shortest counts.
-_RUNS, _MOST_RUNS, _RUNS_SECONDS = 3, 30, 0.02
+# At least 5 timed runs, up to 30 within 20 ms; the median counts.
+_RUNS, _MOST_RUNS, _RUNS_SECONDS = 5, 30, 0.02
 
 
 class Timed(NamedTuple):
@@ -56,7 +57,7 @@ def time_nodes(graph: Graph) -> list[Timed | None]:
         finally:  # after an error or Ctrl-C, start no more
             pool.shutdown(wait=False, cancel_futures=True)
     start = jax.jit(jnp.negative).lower(jnp.float32(0)).compile()
-    start_seconds = best_seconds(lambda: start(jnp.float32(0)))
+    start_seconds = median_seconds(lambda: start(jnp.float32(0)))
     timed = {
         key: _time(graph, node, executables[key], start_seconds)
         for key, node in counted(distinct.items(), len(distinct), "timing nodes")
@@ -90,18 +91,18 @@ def _time(graph: Graph, node: Node, executable: Any, start_seconds: float) -> Ti
 
     # A NaN made of these zeros is no error.
     with jax.debug_nans(False), jax.debug_infs(False):
-        seconds = best_seconds(run)
+        seconds = median_seconds(run)
     analysis = executable.memory_analysis()
     temp_bytes = int(analysis.temp_size_in_bytes) if analysis else 0
     return Timed(max(seconds - start_seconds, seconds / 20), temp_bytes)
 
 
-def best_seconds(run) -> float:
-    """Shortest of several runs after a warm-up; `run` returns JAX arrays."""
+def median_seconds(run) -> float:
+    """Median of several runs after a warm-up; `run` returns JAX arrays."""
     jax.block_until_ready(run())
     times: list[float] = []
     while len(times) < _RUNS or len(times) < _MOST_RUNS and sum(times) < _RUNS_SECONDS:
         start = time.perf_counter()
         jax.block_until_ready(run())
         times.append(time.perf_counter() - start)
-    return min(times)
+    return statistics.median(times)
