@@ -11,6 +11,7 @@ import jax
 from jax import export
 
 from poet_jax.api.cache import PlanCache
+from poet_jax.api.policy import CheckpointPolicy, checkpoint_policy
 from poet_jax.core.costs import Costs, costs_from_dict, costs_to_dict
 from poet_jax.core.errors import BudgetTooSmall, PlanInvalid
 from poet_jax.core.graph import Graph
@@ -175,6 +176,19 @@ class Schedule:
     def reasons(self) -> tuple[Reason, ...]:
         """[V] what was decided for each value, and what else it would have cost."""
         return reasons(self.graph, self.costs, self.plan)
+
+    def checkpoint_policy(self) -> CheckpointPolicy:
+        """The nearest to the plan that `jax.checkpoint` can express, for those who keep
+        a `jax.jit` of their own: `jax.checkpoint(loss, policy=policy)`.
+
+        A policy goes by the names of `jax.ad_checkpoint.checkpoint_name`. A name is
+        saved, offloaded to the host's memory or made again as the plan does with most
+        of the bytes that have it. `print(policy)` says what is lost against the plan.
+
+        Raises ValueError if the function names no value: the message lists what the
+        plan keeps for the backward pass, and where it is made.
+        """
+        return checkpoint_policy(self.program, self.costs, self.usage)
 
     def to_dot(self, path: str | os.PathLike) -> None:
         """Write the dependency graph to `path`: DOT, or drawn for .svg, .png and .pdf.
