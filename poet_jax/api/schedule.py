@@ -1,6 +1,7 @@
 """A plan for a graph with everything that led to it and follows from it."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -12,6 +13,7 @@ from jax import export
 
 from poet_jax.api.cache import PlanCache
 from poet_jax.api.policy import CheckpointPolicy, checkpoint_policy
+from poet_jax.api.processes import Processes
 from poet_jax.core.costs import Costs, costs_from_dict, costs_to_dict
 from poet_jax.core.errors import BudgetTooSmall, PlanInvalid
 from poet_jax.core.graph import Graph
@@ -290,6 +292,7 @@ class Target:
       in_stages: whether stages run even where `whole` fits.
       is_rewritten: whether passes made stages faster than `whole`, so that they run
         where they fit.
+      processes: that run the step together, and so have to have one plan.
     """
 
     build: Callable[[Program], Step | PagedStep]
@@ -297,6 +300,7 @@ class Target:
     scratch: Sequence[int]
     in_stages: bool = False
     is_rewritten: bool = False
+    processes: Processes = Processes()
 
 
 def make_schedule(
@@ -349,7 +353,8 @@ class _Compilation:
         self.whole: Step | None = None
         self.facts: dict[str, int] = {}  # that only compiling tells
         if cache is not None:
-            self.facts = cache.learnt(graph, costs, budget, planner)
+            learnt = functools.partial(cache.learnt, graph, costs, budget, planner)
+            self.facts = target.processes.agree(learnt)
         self.limits = self._limits().on_storage_of(store_bytes, graph)
 
     def _limits(self) -> Budget:
@@ -439,6 +444,7 @@ class _Compilation:
         """A plan of the planner's that fits as it is compiled."""
         graph, costs, cache, facts = self.graph, self.costs, self.cache, self.facts
         planner = self.planner if cache is None else cache.planner(self.planner)
+        planner = self.target.processes.planner(planner)
         first = None
         if "allowed" in facts and "stage_bytes" in facts:
             first = facts["allowed"], facts["stage_bytes"]

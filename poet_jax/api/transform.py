@@ -26,6 +26,7 @@ from poet_jax.api.cache import PlanCache
 from poet_jax.api.effects import Effects, effects
 from poet_jax.api.paging import SHARDINGS, apart, noting, pageable
 from poet_jax.api.pareto import Front, pareto
+from poet_jax.api.processes import Processes
 from poet_jax.api.schedule import Schedule, Target, make_schedule
 from poet_jax.core.costs import Costs
 from poet_jax.core.device import DeviceProfile
@@ -157,7 +158,9 @@ class Scheduled:
         if self.budget != "device":
             return self.budget
         devices, held_bytes = held_on(self._leaves(args, kwargs))
-        return free_bytes(devices, held_bytes, self.device or host())
+        here = [x for x in devices if x.process_index == jax.process_index()]
+        nbytes = free_bytes(here or devices, held_bytes, self.device or host())
+        return self._processes(args, kwargs).least(nbytes)
 
     def effects(self, *args: Any, **kwargs: Any) -> Effects:
         """What each pass makes of the graph for arguments like these: prints as a
@@ -293,12 +296,16 @@ class Scheduled:
                 recomputed=program.recomputed,
             )
 
+        processes = self._processes(args, kwargs)
         return Target(
             build,
             None if graph.stored else whole,
             scratch,
             in_stages=self.executor.trace,
-            is_rewritten=_is_faster(graph, costs, self.device or host()),
+            is_rewritten=processes.agree(
+                lambda: _is_faster(graph, costs, self.device or host())
+            ),
+            processes=processes,
         )
 
     def _jitted_for(self, key: Any, fun: Callable) -> Any:
@@ -334,8 +341,19 @@ class Scheduled:
     def priced(self, graph: Graph) -> tuple[Graph, Costs]:
         """What the passes make of a graph of single equations, and its costs."""
         graph = run_passes(graph, self.passes)
+        return graph, self._price(graph)
+
+    def _price(self, graph: Graph) -> Costs:
         with eval_context():
-            return graph, price(graph, self.device or host())
+            return price(graph, self.device or host())
+
+    def _processes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Processes:
+        """Those that the step for these arguments runs in."""
+        devices, _ = held_on(self._leaves(args, kwargs))
+        given = [x for k, x in self._jit_options.items() if k in SHARDINGS]
+        for sharding in jax.tree.leaves(given):
+            devices |= getattr(sharding, "device_set", set())
+        return Processes.of(devices)
 
     def _priced(
         self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any], traced: Graph
@@ -350,8 +368,8 @@ class Scheduled:
             jitted.lower(*args, **kwargs).compile()
 
         graph = sharded(graph, compile_for)
-        with eval_context():
-            return graph, price(graph, self.device or host())
+        processes = self._processes(args, kwargs)
+        return graph, processes.agree(functools.partial(self._price, graph))
 
     def _traced(self, args, kwargs, reason: str = "", jitted: Any = None) -> Graph:
         leaves = self._leaves(args, kwargs)

@@ -1,6 +1,7 @@
 """Errors that a user can act on: what is wrong, what is possible, what to use."""
 
 import dataclasses
+import functools
 import html
 from typing import Any
 
@@ -38,6 +39,11 @@ class BudgetTooSmall(ValueError):
         *most, last = self.remedies
         listed = f"{', '.join(most)}, or {last}" if most else last
         super().__init__(f"{self.problem} Use {listed}.")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To be pickled, as an error of another process is."""
+        given = {x.name: getattr(self, x.name) for x in dataclasses.fields(self)}
+        return functools.partial(type(self), **given), (), vars(self)
 
     def but(self, **changes: Any) -> "BudgetTooSmall":
         """The error with other attributes, and its notes."""

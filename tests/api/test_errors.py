@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import pickle
 import re
 import sys
 
@@ -46,6 +47,15 @@ def too_small(fun, *args, budget=1, **options):
     with pytest.raises(poet_jax.BudgetTooSmall) as caught:
         schedule(fun, budget, **options).plan(*args)
     return caught.value
+
+
+def test_a_budget_too_small_can_be_sent_to_another_process():
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        schedule(gradient, 1, planner=poet_jax.greedy).plan(W, X)
+    caught.value.add_note("in the second epoch")
+    sent = pickle.loads(pickle.dumps(caught.value))
+    assert vars(sent) == vars(caught.value)
+    assert str(sent) == str(caught.value)
 
 
 def test_an_impossible_percentage_is_answered_with_the_smallest():
