@@ -30,7 +30,7 @@ from poet_jax.api.processes import Processes
 from poet_jax.api.schedule import Schedule, Target, make_schedule
 from poet_jax.core.costs import Costs
 from poet_jax.core.device import DeviceProfile
-from poet_jax.core.errors import CannotTrace, ClosesOverTracer
+from poet_jax.core.errors import BudgetTooSmall, CannotTrace, ClosesOverTracer
 from poet_jax.core.graph import Graph, map_equations
 from poet_jax.core.plan import BudgetLike, Planner, check_budget
 from poet_jax.core.program import Program
@@ -42,7 +42,7 @@ from poet_jax.emit import emit
 from poet_jax.emit.executor import HostExecutor, Run, Step
 from poet_jax.emit.paged_step import PagedStep
 from poet_jax.emit.shards import count_devices, platform_of, sharded
-from poet_jax.passes import PASSES, Pass, run_passes
+from poet_jax.passes import PASSES, Pass, blockwise, run_passes, unroll
 from poet_jax.passes.cpu.scratch import node_scratch
 from poet_jax.planners.milp.search import MilpPlanner
 from poet_jax.stores.paged import PagedArray, at_home
@@ -52,7 +52,8 @@ logger = logging.getLogger("poet_jax")
 # Rewritten operations that save this share of the modelled seconds are worth more than
 # XLA's freedom to fuse and reorder the whole step. The model may be off by as much.
 SAVED = 0.2
-
+# Passes whose parts get smaller where a step does not fit.
+CUTS = {"unroll": unroll, "blockwise": blockwise}
 
 JIT_OPTIONS = (
     "static_argnums", "static_argnames", "donate_argnums", "donate_argnames",
@@ -150,7 +151,7 @@ class Scheduled:
         As `poet_jax.pareto`; nothing runs, as in `plan`.
         """
         key, traced = self._key(args, kwargs), self._traced(args, kwargs)
-        graph, costs = self._priced(key, args, kwargs, traced)
+        graph, costs = self._priced(key, args, kwargs, traced, self.passes)
         return pareto(graph, costs, budgets, self.planner, self.store_bytes)
 
     def budget_for(self, *args: Any, **kwargs: Any) -> BudgetLike:
@@ -238,21 +239,43 @@ class Scheduled:
                 logger.warning("planning %s again: %s", self._name, reason)
             jitted = self._jitted_for(key, self._fun)
             traced = self._traced(args, kwargs, reason, jitted)
-            graph, costs = self._priced(key, args, kwargs, traced)
-            graph, problem = pageable(graph, self._jit_options)
-            target = self._target(key, jitted, args, kwargs, traced, graph, costs)
-            with eval_context(), noting(problem):
-                self._schedules[key] = make_schedule(
-                    graph,
-                    costs,
-                    self.budget_for(*args, **kwargs),
-                    self.planner,
-                    target,
-                    self.store_bytes,
-                    self._cache,
-                )
+            self._schedules[key] = self._fitting(key, jitted, args, kwargs, traced)
             self._latest = key
         return self._schedules[key]
+
+    def _fitting(self, key, jitted, args, kwargs, traced: Graph) -> Schedule:
+        """A schedule that fits, with loops and large values cut finer if need be."""
+        passes, best = self.passes, None
+        options: dict[str, dict[str, int]] = {}
+        budget = self.budget_for(*args, **kwargs)
+        while True:
+            graph, costs = self._priced(key, args, kwargs, traced, passes)
+            graph, problem = pageable(graph, self._jit_options)
+            target = self._target(key, jitted, args, kwargs, traced, graph, costs)
+            try:
+                with eval_context(), noting(problem):
+                    return make_schedule(
+                        graph,
+                        costs,
+                        budget,
+                        self.planner,
+                        target,
+                        self.store_bytes,
+                        self._cache,
+                    )
+            except BudgetTooSmall as error:
+                failed = error
+            if best is None or failed.smallest_bytes < best.smallest_bytes:
+                best = failed
+            finer = {n: x for n, x in failed.finer.items() if CUTS[n] in self.passes}
+            if best is not failed or not finer:
+                raise best
+            for name, option in finer.items():
+                options.setdefault(name, {}).update(option)
+            cuts = {CUTS[name]: x for name, x in options.items()}
+            passes = tuple(
+                functools.partial(x, **cuts[x]) if x in cuts else x for x in self.passes
+            )
 
     def _target(
         self,
@@ -338,9 +361,11 @@ class Scheduled:
         """
         return self._traced(args, kwargs)
 
-    def priced(self, graph: Graph) -> tuple[Graph, Costs]:
+    def priced(
+        self, graph: Graph, passes: Sequence[Pass] | None = None
+    ) -> tuple[Graph, Costs]:
         """What the passes make of a graph of single equations, and its costs."""
-        graph = run_passes(graph, self.passes)
+        graph = run_passes(graph, self.passes if passes is None else passes)
         return graph, self._price(graph)
 
     def _price(self, graph: Graph) -> Costs:
@@ -356,12 +381,17 @@ class Scheduled:
         return Processes.of(devices)
 
     def _priced(
-        self, key: Any, args: Sequence[Any], kwargs: Mapping[str, Any], traced: Graph
+        self,
+        key: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        traced: Graph,
+        passes: Sequence[Pass],
     ) -> tuple[Graph, Costs]:
         """As `priced`, on all devices that the arguments lie on."""
         if traced.devices == 1:
-            return self.priced(traced)
-        graph = run_passes(traced, self.passes)
+            return self.priced(traced, passes)
+        graph = run_passes(traced, passes)
 
         def compile_for(flat: Callable[..., Any]) -> None:
             jitted = self._jitted_flat(key, flat, graph.out_tree)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import html
+from collections.abc import Mapping
 from typing import Any
 
 from poet_jax.core.representation import TOP, html_table
@@ -23,6 +24,8 @@ class BudgetTooSmall(ValueError):
       values: names of the values alive there, largest first.
       plan: the Plan with the lowest peak found; it needs `smallest_bytes` by the
         simulator, or by the compiler's count if it was compiled.
+      finer: options of passes, by their names, that cut loops and large values finer;
+        none if the step holds too much throughout.
     """
 
     problem: str
@@ -34,6 +37,7 @@ class BudgetTooSmall(ValueError):
     node: str
     values: tuple[str, ...]
     plan: Any
+    finer: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         *most, last = self.remedies

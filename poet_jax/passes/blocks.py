@@ -278,7 +278,8 @@ class _Blocks(Splicer):
         self.seeds, self.axis = set(seeds), axis
         self.length = graph.values[seeds[0]].shape[axis]
         self.bounds = Cut.of(self.length, blocks).bounds
-        self.least = graph.values[seeds[0]].nbytes // 4  # bytes of what is large
+        # Bytes of a block: values as large as that are not kept whole.
+        self.least = graph.values[seeds[0]].nbytes // len(self.bounds)
         # Values in blocks: along which axis, and the blocks.
         self.split: dict[Any, tuple[int | None, list[int]]] = {}
         self.postponed: dict[Any, Node] = {}  # makers of values not needed so far

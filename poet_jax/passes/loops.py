@@ -41,7 +41,7 @@ def unroll(
     graph: Graph,
     *,
     most_equations: int = MOST_EQUATIONS,
-    most_pieces: int = MOST_PIECES,
+    most_pieces: int | None = None,
 ) -> Graph:
     """`graph` with each `scan` of many bytes as a chain of pieces.
 
@@ -56,7 +56,8 @@ def unroll(
     Args:
       most_equations: in all iterations of the loops of one length.
       most_pieces: of a loop of more than twice as many iterations. With more pieces a
-        step needs less memory, and takes longer to plan and to compile.
+        step needs less memory, and takes longer to plan and to compile. By default as
+        many as need the least memory if each is computed twice, up to 32.
     """
     pieces: set[int] = set()
     while cuts := _cuts(graph, most_equations - len(graph.nodes), most_pieces, pieces):
@@ -164,9 +165,13 @@ def _nbytes(shapes: Iterable[jax.ShapeDtypeStruct]) -> int:
 
 
 def _cuts(
-    graph: Graph, most_equations: int, most_pieces: int, pieces: Collection[int]
+    graph: Graph,
+    most_equations: int,
+    most_pieces: int | None,
+    pieces: Collection[int],
 ) -> dict[int, Cut]:
     """How loops are cut, by their length."""
+    limit = most_pieces or MOST_PIECES
     least_bytes = LEAST_SHARE * sum(value.nbytes for value in graph.values)
     loops = defaultdict(list)
     for node in graph.nodes:
@@ -177,9 +182,11 @@ def _cuts(
         nbytes = sum(loop.nbytes for loop in each)
         if length < 2 or nbytes < max(least_bytes, TINY_BYTES * length):
             continue
-        equations = length * sum(loop.size(most_pieces) for loop in each)
-        is_short = length <= 2 * most_pieces and equations <= most_equations
-        few = min(length, _square_root(each), most_pieces)
+        equations = length * sum(loop.size(limit) for loop in each)
+        is_short = length <= 2 * limit and equations <= most_equations
+        few = min(length, limit)
+        if most_pieces is None:
+            few = min(few, _square_root(each))
         cuts[length] = Cut.of(length, length if is_short else few)
     return cuts
 

@@ -2,26 +2,27 @@
 
 import math
 from collections import Counter
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 from poet_jax.core.graph import Graph, Value
 from poet_jax.core.units import format_bytes
 
 LEAST_SHARE = 0.02  # of the need; less is not worth a word
 LARGE_SHARE = 0.2  # of the need, of a value that is worth cutting
+MOST_PARTS = {"most_pieces": 256, "blocks": 128}  # with more, plans take minutes
 
 
 def remedies(graph: Graph, need_bytes: int) -> list[str]:
     """What to use for less memory, what saves most first, with about how much that
     is."""
-    about_loops, kept_bytes = _largest_loop(graph)
     found = {
         "donate_argnums for the state that the step replaces": _replaceable(graph),
-        about_loops: kept_bytes,
     }
+    for part in _largest(graph, need_bytes):
+        found[part.advice] = part.saved_bytes
     if graph.devices == 1:
         found["poet_jax.to_storage for the state"] = _movable(graph)
-        found |= _largest_product(graph, need_bytes)
     worth = {name: n for name, n in found.items() if n > LEAST_SHARE * need_bytes}
     return [
         f"{name} ({format_bytes(worth[name])})"
@@ -62,9 +63,53 @@ def _movable(graph: Graph) -> int:
     return sum(state) - max(state, default=0)
 
 
-def _largest_product(graph: Graph, need_bytes: int) -> dict[str, int]:
-    """What to do about the largest product, if it is a large part of the need, and how
-    many bytes it has."""
+def finer(
+    graph: Graph, need_bytes: int, budget_bytes: float
+) -> dict[str, dict[str, int]]:
+    """Options of passes that might bring the need to the budget; none if what the step
+    holds throughout is more."""
+    for values in (graph.initial, graph.returned):
+        if sum(graph.values[v].nbytes for v in values) >= budget_bytes:
+            return {}
+    return {
+        part.of: part.option
+        for part in _largest(graph, need_bytes)
+        if part.of and part.saved_bytes > LEAST_SHARE * need_bytes
+        if all(n <= MOST_PARTS.get(x, math.inf) for x, n in part.option.items())
+    }
+
+
+def _largest(graph: Graph, need_bytes: int) -> Iterator["_Part"]:
+    """The parts of loops and of products that are worth making smaller."""
+    yield from filter(None, (_largest_loop(graph), _largest_product(graph, need_bytes)))
+
+
+class _Part(NamedTuple):
+    """What is largest, and how to make it smaller.
+
+    Attributes:
+      of: the pass that cuts it; empty if none does.
+      option: of that pass.
+      what: is cut, or what to use instead of a pass.
+      saved_bytes: about how much less is needed.
+    """
+
+    of: str
+    option: dict[str, int]
+    what: str
+    saved_bytes: int
+
+    @property
+    def advice(self) -> str:
+        if not self.of:
+            return self.what
+        ((name, number),) = self.option.items()
+        finer = f"functools.partial(poet_jax.passes.{self.of}, {name}={number})"
+        return f"{finer} in passes=, {self.what}"
+
+
+def _largest_product(graph: Graph, need_bytes: int) -> _Part | None:
+    """Blocks of the largest product, or more of them, if it is much of the need."""
     products = [
         (_nbytes(graph.values[v]), node.name)
         for node in graph.nodes
@@ -72,17 +117,24 @@ def _largest_product(graph: Graph, need_bytes: int) -> dict[str, int]:
         for v in node.writes
     ]
     nbytes, name = max(products, default=(0, ""))
-    if nbytes < LARGE_SHARE * need_bytes or name.endswith("]"):  # a block
-        return {}
-    blockwise = f"functools.partial(poet_jax.passes.blockwise, large_bytes={nbytes})"
-    return {f"{blockwise} in passes= for blocks of {name}, if its rows allow": nbytes}
+    if nbytes < max(1, LARGE_SHARE * need_bytes) or graph.devices > 1:
+        return None
+    if not name.endswith("]"):
+        what = f"for blocks of {name}, if its rows allow"
+        return _Part("blockwise", {"large_bytes": nbytes}, what, nbytes)
+    whole, blocks = _parts(name, (name for _, name in products))
+    what = f"for smaller blocks of {whole}"
+    return _Part("blockwise", {"blocks": 2 * blocks}, what, nbytes)
 
 
-def _largest_loop(graph: Graph) -> tuple[str, int]:
-    """What to do about the loop that keeps most for another one, and how many bytes.
+def _parts(name: str, names: Iterable[str]) -> tuple[str, int]:
+    """What a part is of, and how many there are: their names end in its bounds."""
+    whole, _, _ = name.rpartition("[")
+    return whole, len({x for x in names if x.startswith(f"{whole}[")})
 
-    A loop in pieces has a node for each, named by its first and last iteration.
-    """
+
+def _largest_loop(graph: Graph) -> _Part | None:
+    """More pieces of the loop that keeps most for another one."""
     loops = {
         n: node.name
         for n, node in enumerate(graph.nodes)
@@ -101,9 +153,10 @@ def _largest_loop(graph: Graph) -> tuple[str, int]:
         for n, name in loops.items()
     ]
     nbytes, name = max(kept, default=(0, ""))
-    whole, _, _ = name.rpartition("[")
+    if not nbytes:
+        return None
     if not name.endswith("]"):
-        return f"jax.checkpoint in the body of {name}", nbytes
-    pieces = sum(x.startswith(f"{whole}[") for x in set(loops.values()))
-    unroll = f"functools.partial(poet_jax.passes.unroll, most_pieces={2 * pieces})"
-    return f"{unroll} in passes=, for shorter pieces of {whole}", nbytes // 2
+        return _Part("", {}, f"jax.checkpoint in the body of {name}", nbytes)
+    whole, pieces = _parts(name, loops.values())
+    what = f"for shorter pieces of {whole}"
+    return _Part("unroll", {"most_pieces": 2 * pieces}, what, nbytes // 2)

@@ -31,7 +31,7 @@ from poet_jax.core.program import (
 )
 from poet_jax.core.simulate import Usage, alive_at_peak, simulate
 from poet_jax.core.units import format_bytes, rounded_up
-from poet_jax.planners.advice import remedies
+from poet_jax.planners.advice import finer, remedies
 
 # A deadline is met up to what sums of seconds in another order differ by.
 ROUNDING = 1 + 1e-9
@@ -278,6 +278,7 @@ def budget_too_small(
             time.monotonic(),
             bound=least_objective(graph, costs, "energy"),
         ),
+        finer={} if limits else finer(graph, least, budget.memory_bytes),
     )
 
 

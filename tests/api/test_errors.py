@@ -102,6 +102,21 @@ def test_shorter_pieces_of_a_loop_are_advised_and_need_less():
     assert better.smallest_bytes < 0.8 * error.smallest_bytes
 
 
+def test_a_loop_is_cut_into_more_pieces_where_few_do_not_fit():
+    """Unless the passes say into how many."""
+    ws, x = jnp.ones((200, 16, 16)) / 16, jnp.ones((2048, 16))
+    options = {"planner": poet_jax.greedy}
+    few = (functools.partial(unroll, most_pieces=14), *PASSES[1:])
+    error = too_small(stacked, ws, x, passes=few, **options)
+    budget = int(0.8 * error.smallest_bytes)
+    with pytest.raises(poet_jax.BudgetTooSmall):
+        schedule(stacked, budget, passes=few, **options).plan(ws, x)
+    scheduled = schedule(stacked, budget, **options)
+    assert scheduled.plan(ws, x).compiled_bytes <= budget
+    for got, expected in zip(scheduled(ws, x), jax.jit(stacked)(ws, x), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_blocks_of_a_large_value_are_advised_and_need_less():
     def loss(w, x):
         return jnp.mean(jax.nn.logsumexp(x @ w, -1))
@@ -114,6 +129,21 @@ def test_blocks_of_a_large_value_are_advised_and_need_less():
     passes = [finer if p is blockwise else p for p in PASSES]
     better = too_small(jax.grad(loss), w, x, passes=passes)
     assert better.smallest_bytes < 0.5 * error.smallest_bytes
+
+
+def test_a_large_value_is_cut_into_blocks_where_it_does_not_fit():
+    def loss(w, x):
+        return jnp.mean(jax.nn.logsumexp(x @ w, -1))
+
+    w, x = jnp.ones((16, 2048)) / 16, jnp.ones((1024, 16))
+    gradient = jax.grad(loss)
+    whole = tuple(p for p in PASSES if p is not blockwise)
+    options = {"planner": poet_jax.greedy}
+    budget = too_small(gradient, w, x, passes=whole, **options).smallest_bytes // 8
+    scheduled = schedule(gradient, budget, **options)
+    assert scheduled.plan(w, x).compiled_bytes <= budget
+    expected = jax.jit(gradient)(w, x)
+    np.testing.assert_allclose(scheduled(w, x), expected, rtol=1e-4, atol=1e-8)
 
 
 @pytest.mark.parametrize("library", ["nnx", "linen"])
