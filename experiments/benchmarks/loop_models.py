@@ -138,7 +138,7 @@ def wave(scan: Scan, steps: int = 10_000, points: int = 64):
     def init():
         grid = jnp.arange(points)
         place = (grid[:, None] - points / 2) ** 2 + (grid - points / 3) ** 2
-        return jnp.full((points, points), 0.2), (), jnp.exp(-place / 20.0)
+        return jnp.full((points, points), 0.2, jnp.float32), (), jnp.exp(-place / 20.0)
 
     def loss(speed, rest, start):
         def leap(carry, _):

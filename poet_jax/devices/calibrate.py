@@ -111,8 +111,9 @@ PROBES = (
     *(
         Probe("filter_gradient", _filter_gradient, (image, kernel, image))
         for image, kernel in (
-            ((4, 32, 32, 64), (3, 3, 64, 64)),
             ((4, 8, 8, 256), (3, 3, 256, 256)),
+            ((4, 32, 32, 64), (3, 3, 64, 64)),
+            ((32, 32, 32, 64), (3, 3, 64, 64)),
         )
     ),
     Probe("grouped_convolution", _convolution, ((2, 16, 16, 64), (3, 3, 1, 64))),

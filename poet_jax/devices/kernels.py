@@ -493,7 +493,7 @@ def matrix_sides(product: Equation) -> tuple[int, int, int, int]:
 
 def _convolution_work(equation: Equation, dtype: str) -> Work:
     """FLOPs, with a size of the smaller of output channels and terms of a sum; of terms
-    if grouped, of output channels in a filter's gradient."""
+    if grouped, and in a filter's gradient, where they are the places of all images."""
     params, numbers = equation.params, equation.params["dimension_numbers"]
     kernel = equation.operand_shapes[1]
     (result,) = equation.result_shapes
@@ -505,7 +505,7 @@ def _convolution_work(equation: Equation, dtype: str) -> Work:
     places = math.prod(result.shape[d] for d in numbers.out_spec[2:])
     elements = math.prod(kernel.shape[d] for d in numbers.rhs_spec[2:])
     if places < elements:
-        return Work("filter_gradient", dtype, flops, outputs)
+        return Work("filter_gradient", dtype, flops, taps)
     return Work("convolution", dtype, flops, min(outputs, taps))
 
 
