@@ -365,7 +365,7 @@ def test_large_images_are_not_copied_at_once():
     ("image", "kernel"),
     [
         ((1, 256, 256, 64), (3, 3, 64, 64)),  # one image
-        ((16, 32, 32, 64), (3, 3, 64, 64)),  # 4 MiB
+        ((8, 32, 32, 64), (3, 3, 64, 64)),  # 2 MiB
         ((16, 64, 64, 96), (3, 3, 96, 8)),  # little work
     ],
 )

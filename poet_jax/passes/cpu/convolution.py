@@ -18,9 +18,10 @@ from jax import lax
 
 from poet_jax.core.equation import Equation
 from poet_jax.passes.cpu.calls import apart
-from poet_jax.passes.cpu.scratch import convolution_scratch, scratch_bytes
+from poet_jax.passes.cpu.scratch import copied_images, nbytes_of
 
 PATCHES_BYTES = 8 * 2**20  # most of shifted images at once
+PART_BYTES = 4 * 2**20  # of copied images at once, in parts
 CACHED_BYTES = 4 * 2**20  # of shifted images in a processor's caches
 LEAST_BYTES = 5 * 2**19  # of images and slopes beyond a processor's caches
 LEAST_WORK = 64  # FLOPs per byte, above which another copy costs no time
@@ -37,12 +38,13 @@ def is_large(equation: Equation) -> bool:
     numbers = equation.params["dimension_numbers"]
     image, kernel = equation.operand_shapes
     (result,) = equation.result_shapes
-    moved_bytes = (image.size + result.size) * image.dtype.itemsize
+    moved_bytes = nbytes_of(image) + nbytes_of(result)
+    copied_bytes = copied_images(equation.params, image, kernel, result)
     flops = 2 * result.size * kernel.size // kernel.shape[numbers.rhs_spec[0]]
     return (
         numbers.lhs_spec[0] == numbers.out_spec[0] == 0
         and image.shape[0] > 1
-        and scratch_bytes(equation) > PATCHES_BYTES
+        and copied_bytes > max(PART_BYTES, nbytes_of(kernel))
         and flops > LEAST_WORK * moved_bytes
     )
 
@@ -55,8 +57,8 @@ def in_parts(params: dict[str, Any], image: jax.Array, kernel: jax.Array) -> jax
     """
     convolution = functools.partial(canonical_convolution, params)
     whole = jax.eval_shape(convolution, image, kernel)
-    nbytes = convolution_scratch(params, image, kernel, whole)
-    images = math.ceil(len(image) / math.ceil(nbytes / PATCHES_BYTES))
+    nbytes = copied_images(params, image, kernel, whole)
+    images = math.ceil(len(image) / math.ceil(nbytes / PART_BYTES))
     result, before = lax.empty(whole.shape, whole.dtype), []
     for first in range(0, len(image), images):
 

@@ -42,16 +42,12 @@ def lowered(equation: Equation) -> Graph:
     return trace(lambda *xs: lowering(equation.params, *xs), *equation.operand_shapes)
 
 
-def convolution_scratch(
-    params: dict[str, Any], image: Any, kernel: Any, result: Any
-) -> int:
-    """YNNPACK copies the kernel, and the padded image for each of at most two blocks of
-    64 output channels; without padding it writes all patches instead."""
-    numbers = params["dimension_numbers"]
+def copied_images(params: dict[str, Any], image: Any, kernel: Any, result: Any) -> int:
+    """Bytes of a convolution's images that YNNPACK copies: padded, for each of at most
+    two blocks of 64 output channels; without padding it writes all patches instead."""
+    numbers, groups = params["dimension_numbers"], _groups(params)
     outputs = kernel.shape[numbers.rhs_spec[0]]
-    taps = math.prod(kernel.shape[d] for d in numbers.rhs_spec[2:])
-    groups = params["feature_group_count"] * params["batch_group_count"]
-    if not any(map(any, params["padding"])) and taps > 1 and groups == 1:
+    if _writes_patches(params, kernel):
         places = result.size // max(outputs, 1)
         return places * (kernel.size // max(outputs, 1)) * image.dtype.itemsize
     sizes = [
@@ -61,14 +57,26 @@ def convolution_scratch(
         )
     ]
     others = math.prod(image.shape[d] for d in numbers.lhs_spec[:2])
-    padded_bytes = math.prod(sizes) * others * image.dtype.itemsize
     copies = min(2, max(1, outputs // groups // _BLOCK))
-    return copies * padded_bytes + nbytes_of(kernel)
+    return copies * math.prod(sizes) * others * image.dtype.itemsize
 
 
 def _of_convolution(equation: Equation) -> int:
-    shapes = *equation.operand_shapes, *equation.result_shapes
-    return convolution_scratch(equation.params, *shapes)
+    """YNNPACK copies the kernel, too, unless it writes patches."""
+    params, (image, kernel) = equation.params, equation.operand_shapes
+    own_bytes = 0 if _writes_patches(params, kernel) else nbytes_of(kernel)
+    return own_bytes + copied_images(params, image, kernel, *equation.result_shapes)
+
+
+def _writes_patches(params: dict[str, Any], kernel: Any) -> bool:
+    numbers = params["dimension_numbers"]
+    taps = math.prod(kernel.shape[d] for d in numbers.rhs_spec[2:])
+    is_padded = any(map(any, params["padding"]))
+    return not is_padded and taps > 1 and _groups(params) == 1
+
+
+def _groups(params: dict[str, Any]) -> int:
+    return params["feature_group_count"] * params["batch_group_count"]
 
 
 _BLOCK = 64
