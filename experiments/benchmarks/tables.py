@@ -391,7 +391,7 @@ def points(name: str, ways: dict[str, str], shares: Sequence[str]) -> str:
 
     def point(row: Row | None, nbytes: str, ratio: str) -> str:
         if row is None:
-            return "not measured"
+            return ""
         if not row[ratio]:
             return "does not fit"
         return f"{size(row[nbytes])}, {float(row[ratio]):.2f}"
@@ -433,7 +433,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "solvers": solvers,
     "activations": activations,
     "layers": layers,
-    "loops": lambda: points("loops", LOOP_WAYS, ("50", "20", "10")),
+    "loops": lambda: points("loops", LOOP_WAYS, ("50", "20", "10", "3", "1")),
     "loop_compilers": loop_compilers,
     "paged_state": paged_state,
     "store": store,

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from poet_jax.core.costs import Costs
+from poet_jax.core.equation import Equation
 from poet_jax.core.graph import Graph
 from poet_jax.core.plan import Stages
 from poet_jax.core.program import Program
@@ -108,16 +109,28 @@ def _waits(graph: Graph, value: int, first: int) -> bool:
 
 
 def _named(graph: Graph) -> dict[str, set[int]]:
-    """The graph's values with each name; none for a name inside a node."""
-    found: dict[str, set[int]] = defaultdict(set)
+    """The graph's values with each name; none for a name inside a node, such as in the
+    body of a loop."""
+    found: dict[str, set[int]] = {}
     for node in graph.nodes:
         outside = {*node.reads, *node.writes}
         for equation in node.equations:
+            for name in _names(equation):
+                found.setdefault(name, set())
             if equation.primitive.name == "name":
                 values = (*equation.operands, *equation.results)
                 here = (v for v in values if isinstance(v, int) and v in outside)
                 found[equation.params["name"]].update(here)
     return dict(sorted(found.items()))
+
+
+def _names(equation: Equation) -> Iterator[str]:
+    """Those that an equation, or one in its bodies, gives."""
+    if equation.primitive.name == "name":
+        yield equation.params["name"]
+    for body, _ in equation.inner:
+        for inside in body:
+            yield from _names(inside)
 
 
 def _stages(graph: Graph, first: int, kept: set[int], paged: set[int]) -> Stages:

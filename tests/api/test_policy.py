@@ -86,3 +86,16 @@ def test_without_names_the_error_says_what_to_name():
     plan = schedule.plan(jnp.ones((64, 64)), jnp.ones((32, 64)))
     with pytest.raises(ValueError, match=r"checkpoint_name.*test_policy\.py"):
         plan.checkpoint_policy()
+
+
+def test_names_in_a_loop_that_is_one_node_are_made_again():
+    def looped(w, x):
+        def body(h, _):
+            return checkpoint_name(jnp.tanh(h @ w), "inside"), None
+
+        return jnp.sum(jax.lax.scan(body, x, length=5)[0] ** 2)
+
+    whole = tuple(p for p in poet_jax.passes.PASSES if p is not poet_jax.passes.unroll)
+    schedule = poet_jax.schedule(jax.grad(looped), "100%", device=DEVICE, passes=whole)
+    policy = schedule.plan(jnp.ones((16, 16)), jnp.ones((8, 16))).checkpoint_policy()
+    assert policy.recomputed == ("inside",)
