@@ -93,18 +93,22 @@ def count_all_devices() -> int:
     return sum(client.device_count() for client in backend.backends().values())
 
 
+def devices_of(leaves: Iterable[Any]) -> set[Any]:
+    """The devices that a user has put arguments on."""
+    shardings = filter(None, map(_sharding, leaves))
+    return {x for sharding in shardings for x in sharding.device_set}
+
+
 def held_on(leaves: Iterable[Any]) -> tuple[set[Any], int]:
     """The devices of a step, and the bytes of its arguments that each holds already."""
     leaves = list(leaves)
-    shardings = filter(None, map(_sharding, leaves))
-    devices = {x for sharding in shardings for x in sharding.device_set}
     held_bytes = sum(
         shard.data.nbytes
         for x in leaves
         if isinstance(x, jax.Array)
         for shard in x.addressable_shards[:1]
     )
-    return devices or {*jnp.zeros(()).devices()}, held_bytes
+    return devices_of(leaves) or {*jnp.zeros(()).devices()}, held_bytes
 
 
 def _sharding(leaf: Any) -> Any:

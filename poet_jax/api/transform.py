@@ -18,6 +18,7 @@ from jax.extend.core import get_opaque_trace_state
 from poet_jax.api.arguments import (
     StaticArguments,
     count_all_devices,
+    devices_of,
     difference,
     held_on,
     placement,
@@ -374,7 +375,7 @@ class Scheduled:
 
     def _processes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Processes:
         """Those that the step for these arguments runs in."""
-        devices, _ = held_on(self._leaves(args, kwargs))
+        devices = devices_of(self._leaves(args, kwargs))
         given = [x for k, x in self._jit_options.items() if k in SHARDINGS]
         for sharding in jax.tree.leaves(given):
             devices |= getattr(sharding, "device_set", set())
