@@ -146,23 +146,20 @@ def _stages(graph: Graph, first: int, kept: set[int], paged: set[int]) -> Stages
         if v not in kept and v not in graph.leaving
     }
 
-    def bring(value: int, stage: int) -> None:
-        """Have a value back in a stage, and what it is made of."""
-        if value not in away:
-            return
-        if value in paged:
-            stages.page_ins[stage].add(value)
-            away.remove(value)
-            return
-        node = graph.nodes[graph.producer[value]]
-        away.difference_update(node.writes)
-        for x in node.reads:
-            bring(x, stage)
-        stages.reruns[stage].add(graph.producer[value])
-
     for stage in range(first, len(graph.nodes)):
-        for value in graph.nodes[stage].reads:
-            bring(value, stage)
+        wanted = list(graph.nodes[stage].reads)
+        while wanted:
+            value = wanted.pop()
+            if value not in away:
+                continue
+            if value in paged:
+                stages.page_ins[stage].add(value)
+                away.remove(value)
+                continue
+            number = graph.producer[value]
+            stages.reruns[stage].add(number)
+            away.difference_update(graph.nodes[number].writes)
+            wanted += graph.nodes[number].reads
     return stages
 
 

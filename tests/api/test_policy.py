@@ -7,6 +7,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import poet_jax
+from poet_jax.api.policy import checkpoint_policy
 
 DEVICE = poet_jax.devices.JETSON_TX2
 WEIGHTS = [
@@ -99,3 +100,17 @@ def test_names_in_a_loop_that_is_one_node_are_made_again():
     schedule = poet_jax.schedule(jax.grad(looped), "100%", device=DEVICE, passes=whole)
     policy = schedule.plan(jnp.ones((16, 16)), jnp.ones((8, 16))).checkpoint_policy()
     assert policy.recomputed == ("inside",)
+
+
+def test_a_chain_of_any_length_can_be_made_again():
+    def deep(x):
+        for _ in range(1200):
+            x = jnp.tanh(x)
+        return jnp.sum(checkpoint_name(x, "last") ** 2)
+
+    graph = poet_jax.trace(jax.grad(deep), jnp.ones(8))
+    costs = poet_jax.price(graph, DEVICE)
+    plan = poet_jax.keep_all(graph, costs, poet_jax.Budget(2**30))
+    program = poet_jax.lower(graph, plan)
+    planned = poet_jax.simulate(program, costs)
+    assert checkpoint_policy(program, costs, planned).usage.joules > planned.joules
