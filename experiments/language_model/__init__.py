@@ -1,0 +1,1 @@
+"""A language model fine-tuned within a hard memory budget."""

@@ -1,0 +1,102 @@
+"""Fine-tune a language model on a text within a memory budget, and see what it says.
+
+    python -m experiments.language_model --size=10m --update=full --steps=200
+    python -m experiments.language_model --checkpoint=outputs/language_model/model \\
+        --text=FILE --update=lora --rank=8 --budget=60%% --folder=outputs/adapted
+
+The model starts at random, or from a --checkpoint in the public format. The budget
+counts all that a step has in memory. What is written is in --folder: the losses, the
+model or its adapters, and a state from which the same command resumes after a kill,
+with the losses of a run that was not disturbed.
+"""
+
+import pathlib
+import statistics
+
+import jax.numpy as jnp
+from absl import app, flags
+
+import poet_jax
+from experiments.language_model import text, train
+from experiments.language_model.generate import continued
+from experiments.language_model.models import SIZES, loss_fn, make
+from experiments.program import program
+from poet_jax import cli
+
+SIZE = flags.DEFINE_enum("size", "10m", list(SIZES), "Size of a model at random.")
+TEXT = flags.DEFINE_string("text", None, "File to train on; by default Python's docs.")
+TOKENIZER = flags.DEFINE_string("tokenizer", None, "A tokenizer.json.")
+UPDATE = flags.DEFINE_enum("update", "lora", list(train.UPDATES), "What is trained.")
+RANK = flags.DEFINE_integer("rank", 8, "Rank of adapters.", lower_bound=1)
+OPTIMIZER = flags.DEFINE_enum(
+    "optimizer", "adamw", list(train.OPTIMIZERS), "What applies gradients."
+)
+LEARNING_RATE = flags.DEFINE_float("learning_rate", None, "Instead of the update's.")
+DTYPE = flags.DEFINE_enum(
+    "dtype", "float32", ["float32", "bfloat16"], "Of parameters and activations."
+)
+LENGTH = flags.DEFINE_integer("length", 128, "Tokens of a row.", lower_bound=1)
+BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Rows of a step.", lower_bound=1)
+STEPS = flags.DEFINE_integer("steps", 100, "Steps to train for.", lower_bound=0)
+SAVE_EVERY = flags.DEFINE_integer("save_every", 50, "Steps between states on disk.", 1)
+SEED = flags.DEFINE_integer("seed", 0, "Seed of parameters and batches.")
+FOLDER = flags.DEFINE_string(
+    "folder", "outputs/language_model", "Folder for what is written and resumed from."
+)
+PROMPT = flags.DEFINE_string("prompt", "The value of", "Text to continue.")
+GENERATE = flags.DEFINE_integer("generate", 32, "Tokens to continue it by.", 0)
+TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of what it says; 0 is greedy.", 0)
+cli.define_flags("budget", "device", "planner", "solver", "objective", "time_limit")
+
+
+def load_tokenizer(words: str, vocabulary: int):
+    """The tokenizer that flags name, else one of the text, which is kept."""
+    kept = pathlib.Path(FOLDER.value) / "tokenizer.json"
+    if TOKENIZER.value is not None:
+        return text.load_tokenizer(pathlib.Path(TOKENIZER.value))
+    if not kept.exists():
+        text.train_tokenizer(words, vocabulary).save(str(kept))
+    return text.load_tokenizer(kept)
+
+
+@program
+def main() -> None:
+    folder = pathlib.Path(FOLDER.value)
+    folder.mkdir(parents=True, exist_ok=True)
+    words = text.read_text(TEXT.value)
+    model = make(SIZES[SIZE.value], SEED.value, jnp.dtype(DTYPE.value))
+    tokenizer = load_tokenizer(words, model.config.vocabulary)
+    text.check_fits(tokenizer, LENGTH.value, model.config)
+    rows = text.pack(tokenizer.encode(words).ids, LENGTH.value)
+    rate = LEARNING_RATE.value or train.UPDATES[UPDATE.value]
+    device = cli.asked_device()
+    step = poet_jax.train_step(
+        model,
+        cli.asked_budget(device),
+        loss_fn=loss_fn,
+        optimizer=train.optimizer_of(OPTIMIZER.value, rate, STEPS.value),
+        update=train.update_of(UPDATE.value, RANK.value, model),
+        device=device,
+        planner=cli.asked_planner(),
+        plan_cache=folder / "plans",
+    )
+    settings = {
+        flag.name: flag.value
+        for flag in (SIZE, TEXT, TOKENIZER, UPDATE, RANK, OPTIMIZER, LEARNING_RATE)
+        + (DTYPE, LENGTH, BATCH_SIZE, STEPS, SEED)
+    }
+    print(step.plan(text.batch(rows, 0, BATCH_SIZE.value, SEED.value)))
+    said = PROMPT.value, GENERATE.value, TEMPERATURE.value
+    print(f"before: {continued(model, tokenizer, *said)}")
+    lines = train.fine_tune(step, rows, folder, settings, SAVE_EVERY.value)
+    seconds = statistics.median(float(line["seconds"]) for line in lines)
+    print(
+        f"loss {float(lines[0]['loss']):.4f} at the first step, "
+        f"{float(lines[-1]['loss']):.4f} at the last; "
+        f"{BATCH_SIZE.value * LENGTH.value / seconds:,.0f} tokens per second"
+    )
+    print(f"after: {continued(step.merged(), tokenizer, *said)}")
+
+
+if __name__ == "__main__":
+    app.run(main)

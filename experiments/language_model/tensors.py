@@ -1,0 +1,88 @@
+"""Files of named arrays, in the format of safetensors."""
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+def write(
+    path: pathlib.Path,
+    arrays: Mapping[str, np.ndarray],
+    metadata: dict[str, str] | None = None,
+) -> None:
+    """Write arrays in place of an older file, which stays until the new one is safe."""
+    new = path.with_name(f"{path.name}.new")
+    whole = {name: np.asarray(x, order="C") for name, x in arrays.items()}
+    save_file(whole, new, metadata)
+    synchronise(new)
+    os.replace(new, path)
+    synchronise(path.parent)
+
+
+def synchronise(path: pathlib.Path) -> None:
+    """Wait until a file, or the names in a folder, are on storage."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def opened(path: pathlib.Path) -> Iterator[Any]:
+    """The file as `safetensors.safe_open` has it, which reads arrays one by one.
+
+    Raises FileNotFoundError without the file, and ValueError for a damaged one.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"Arrays were to be read from {path}, which is no file. They are read from "
+            "files in the format of safetensors. Give the folder in which it is."
+        )
+    try:
+        file = safe_open(path, framework="numpy")
+    except SafetensorError as error:
+        raise ValueError(
+            f"Arrays were to be read from {path}, which is damaged: {error}. A file "
+            "that is cut short, such as by a broken download, cannot be read. Fetch or "
+            "write it again."
+        ) from error
+    with file:
+        yield file
+
+
+def shapes(file: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of the arrays in an open file, by name."""
+    return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}
+
+
+def check(found: Shapes, expected: Shapes, path: pathlib.Path, remedy: str) -> None:
+    """Raises ValueError that names what is missing, extra or misshapen in a file."""
+    problems = {
+        "without": sorted(expected.keys() - found.keys()),
+        "with the unknown": sorted(found.keys() - expected.keys()),
+        "with another shape of": [
+            f"{name} {list(found[name])} instead of {list(shape)}"
+            for name, shape in sorted(expected.items())
+            if name in found and tuple(found[name]) != tuple(shape)
+        ],
+    }
+    said = [f"{what} {_listed(names)}" for what, names in problems.items() if names]
+    if said:
+        raise ValueError(
+            f"Arrays were to be read from {path}, which is {' and '.join(said)}. Names "
+            f"and shapes have to be those of the model. {remedy}"
+        )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

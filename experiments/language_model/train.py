@@ -1,0 +1,145 @@
+"""Fine-tuning that can be killed: its schemes, optimizers, state and loop."""
+
+import json
+import pathlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from tqdm import tqdm
+
+from experiments.language_model import tensors, text
+from experiments.language_model.models import Model
+from experiments.program import appending, read_rows, write_rows
+from poet_jax.update import Update, bias_only, lora
+
+# With its learning rate: the fewer parameters, the larger.
+UPDATES = {"lora": 2e-3, "full": 1e-3, "bias": 5e-3}
+OPTIMIZERS = {"adamw": optax.adamw, "adafactor": optax.adafactor}
+# Matrices of layers, which are numbered; not that of the head.
+ADAPTED = "*/*/**/kernel"
+COLUMNS = ("step", "loss", "seconds")
+
+
+def update_of(name: str, rank: int, model: Model) -> Update | None:
+    """The scheme called `name`, of UPDATES; None for full fine-tuning.
+
+    Raises ValueError for the biases of a model that has none.
+    """
+    if name == "lora":
+        return lora(rank, ADAPTED)
+    if name == "full":
+        return None
+    paths = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
+    if not any(path[-1] == "bias" for path in paths):
+        raise ValueError(
+            "Biases were to be trained, and the model has none. GPT-2 and Qwen2 have. "
+            "Use --update=lora."
+        )
+    return bias_only()
+
+
+def optimizer_of(
+    name: str, learning_rate: float, steps: int
+) -> optax.GradientTransformation:
+    """The optimizer called `name`, of OPTIMIZERS, for gradients of norm 1 at most.
+
+    Its rate rises over a tenth of `steps`, then falls as a cosine.
+    """
+    warm_up = max(steps // 10, 1)
+    rates = optax.warmup_cosine_decay_schedule(
+        0.0, learning_rate, warm_up, max(steps, warm_up + 1)
+    )
+    return optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZERS[name](rates))
+
+
+def _changing(step: Any) -> dict[str, tuple[nnx.Module, tuple, nnx.Variable]]:
+    """What a step changes: by name its module, its path in it and its variable."""
+    part = getattr(step.optimizer, "part", None)
+    trained = None if part is None else part.trained
+    names = None if trained is None else {name for name, _ in trained}
+    found = {}
+    for module, state in (
+        (step.model, nnx.state(step.model, nnx.Param)),
+        (step.optimizer, nnx.state(step.optimizer)),
+    ):
+        kind = "model" if module is step.model else "optimizer"
+        for path, variable in nnx.to_flat_state(state):
+            name = "/".join(map(str, path))
+            if module is step.optimizer or names is None or name in names:
+                found[f"{kind}/{name}"] = module, path, variable
+    return found
+
+
+def save_state(path: pathlib.Path, step: Any, settings: Mapping[str, Any]) -> None:
+    """Write what the step has changed so far; a kill leaves the older file or this."""
+    arrays = {name: np.asarray(x[...]) for name, (*_, x) in _changing(step).items()}
+    tensors.write(path, arrays, {"settings": json.dumps(dict(settings))})
+
+
+def load_state(path: pathlib.Path, step: Any, settings: Mapping[str, Any]) -> int:
+    """Put what was saved into the step; the number of steps that were done by then.
+
+    Raises ValueError for a damaged file, other settings and another model.
+    """
+    changing = _changing(step)
+    with tensors.opened(path) as file:
+        _check_settings(path, json.loads(file.metadata()["settings"]), settings)
+        expected = {name: x.shape for name, (*_, x) in changing.items()}
+        tensors.check(
+            tensors.shapes(file), expected, path, "Use another --folder to start anew."
+        )
+        for name, (module, place, _) in changing.items():
+            array = jnp.asarray(file.get_tensor(name))
+            nnx.update(module, nnx.from_flat_state({place: array}))
+    return int(step.optimizer.step[...])
+
+
+def _check_settings(
+    path: pathlib.Path, before: Mapping[str, Any], now: Mapping[str, Any]
+) -> None:
+    different = [
+        f"--{name}={before.get(name)}" for name in now if before.get(name) != now[name]
+    ]
+    if different:
+        raise ValueError(
+            f"The run in {path.parent} was begun with {' '.join(different)}. It "
+            "resumes with the same flags alone. Use these, or another --folder to "
+            "start anew."
+        )
+
+
+def fine_tune(
+    step: Any,
+    rows: np.ndarray,
+    folder: pathlib.Path,
+    settings: Mapping[str, Any],
+    save_every: int,
+) -> list[dict[str, str]]:
+    """Train up to settings["steps"] from where the run in `folder` was left.
+
+    `rows` are [N, length + 1]. The settings are all that losses depend on, among them
+    batch_size and seed. Returns the lines of losses.csv, of all steps so far.
+    """
+    state, losses = folder / "state.safetensors", folder / "losses.csv"
+    start = load_state(state, step, settings) if state.exists() else 0
+    done = [row for row in read_rows(losses) if int(row["step"]) < start]
+    write_rows(losses, COLUMNS, done)
+    steps, size, seed = (settings[x] for x in ("steps", "batch_size", "seed"))
+    batches = text.batches(rows, size, seed, start, steps)
+    progress = tqdm(batches, initial=start, total=steps, unit="step")
+    with appending(losses, COLUMNS) as append:
+        for number, batch in enumerate(progress, start):
+            begun = time.perf_counter()
+            loss = float(step(jax.device_put(batch)))
+            seconds = time.perf_counter() - begun
+            append({"step": number, "loss": loss, "seconds": seconds})
+            progress.set_postfix(loss=f"{loss:.4f}")
+            if (number + 1) % save_every == 0 or number + 1 == steps:
+                save_state(state, step, settings)
+    return read_rows(losses)
