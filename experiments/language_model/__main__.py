@@ -2,7 +2,7 @@
 
     python -m experiments.language_model --size=10m --update=full --steps=200
     python -m experiments.language_model --checkpoint=outputs/language_model/model \\
-        --text=FILE --update=lora --rank=8 --budget=60%% --folder=outputs/adapted
+        --folder=outputs/adapted --text=FILE --update=lora --rank=8 --budget=60%
 
 The model starts at random, or from a --checkpoint in the public format. The budget
 counts all that a step has in memory. What is written is in --folder: the losses, the
@@ -12,18 +12,31 @@ with the losses of a run that was not disturbed.
 
 import pathlib
 import statistics
+from typing import Any
 
 import jax.numpy as jnp
 from absl import app, flags
+from flax import nnx
+from tokenizers import Tokenizer
 
 import poet_jax
-from experiments.language_model import text, train
+from experiments.language_model import adapters, checkpoint, text, train
 from experiments.language_model.generate import continued
-from experiments.language_model.models import SIZES, loss_fn, make
+from experiments.language_model.models import SIZES, Model, loss_fn, make
 from experiments.program import program
 from poet_jax import cli
 
+TOKENIZER_FILE = "tokenizer.json"
+
 SIZE = flags.DEFINE_enum("size", "10m", list(SIZES), "Size of a model at random.")
+CHECKPOINT = flags.DEFINE_string(
+    "checkpoint",
+    None,
+    "Folder of a model in the format of Hugging Face.",
+)
+ADAPTERS = flags.DEFINE_string(
+    "adapters", None, "Folder of adapters in the format of PEFT, added at the start."
+)
 TEXT = flags.DEFINE_string("text", None, "File to train on; by default Python's docs.")
 TOKENIZER = flags.DEFINE_string("tokenizer", None, "A tokenizer.json.")
 UPDATE = flags.DEFINE_enum("update", "lora", list(train.UPDATES), "What is trained.")
@@ -31,13 +44,13 @@ RANK = flags.DEFINE_integer("rank", 8, "Rank of adapters.", lower_bound=1)
 OPTIMIZER = flags.DEFINE_enum(
     "optimizer", "adamw", list(train.OPTIMIZERS), "What applies gradients."
 )
-LEARNING_RATE = flags.DEFINE_float("learning_rate", None, "Instead of the update's.")
+LEARNING_RATE = flags.DEFINE_float("learning_rate", None, "Instead of the usual one.")
 DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16"], "Of parameters and activations."
 )
 LENGTH = flags.DEFINE_integer("length", 128, "Tokens of a row.", lower_bound=1)
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Rows of a step.", lower_bound=1)
-STEPS = flags.DEFINE_integer("steps", 100, "Steps to train for.", lower_bound=0)
+STEPS = flags.DEFINE_integer("steps", 100, "Steps to train for.", lower_bound=1)
 SAVE_EVERY = flags.DEFINE_integer("save_every", 50, "Steps between states on disk.", 1)
 SEED = flags.DEFINE_integer("seed", 0, "Seed of parameters and batches.")
 FOLDER = flags.DEFINE_string(
@@ -49,28 +62,43 @@ TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of what it says; 0 is gree
 cli.define_flags("budget", "device", "planner", "solver", "objective", "time_limit")
 
 
-def load_tokenizer(words: str, vocabulary: int):
-    """The tokenizer that flags name, else one of the text, which is kept."""
-    kept = pathlib.Path(FOLDER.value) / "tokenizer.json"
+# All that losses depend on.
+SETTINGS = (
+    SIZE, CHECKPOINT, ADAPTERS, TEXT, TOKENIZER, UPDATE, RANK, OPTIMIZER, LEARNING_RATE,
+    DTYPE, LENGTH, BATCH_SIZE, STEPS, SEED,
+)  # fmt: skip
+
+
+def load_model() -> Model:
+    """The model that flags name."""
+    dtype = jnp.dtype(DTYPE.value)
+    if CHECKPOINT.value is None:
+        model = make(SIZES[SIZE.value], SEED.value, dtype)
+    else:
+        model = checkpoint.load(CHECKPOINT.value, dtype)
+    if ADAPTERS.value is not None:
+        adapters.add(model, adapters.load(ADAPTERS.value, model))
+    return model
+
+
+def load_tokenizer(words: str, vocabulary: int, folder: pathlib.Path) -> Tokenizer:
+    """The tokenizer that flags name, else one of the text, which `folder` keeps."""
     if TOKENIZER.value is not None:
         return text.load_tokenizer(pathlib.Path(TOKENIZER.value))
+    if CHECKPOINT.value is not None:
+        return text.load_tokenizer(pathlib.Path(CHECKPOINT.value) / TOKENIZER_FILE)
+    kept = folder / TOKENIZER_FILE
     if not kept.exists():
         text.train_tokenizer(words, vocabulary).save(str(kept))
     return text.load_tokenizer(kept)
 
 
-@program
-def main() -> None:
-    folder = pathlib.Path(FOLDER.value)
-    folder.mkdir(parents=True, exist_ok=True)
-    words = text.read_text(TEXT.value)
-    model = make(SIZES[SIZE.value], SEED.value, jnp.dtype(DTYPE.value))
-    tokenizer = load_tokenizer(words, model.config.vocabulary)
-    text.check_fits(tokenizer, LENGTH.value, model.config)
-    rows = text.pack(tokenizer.encode(words).ids, LENGTH.value)
-    rate = LEARNING_RATE.value or train.UPDATES[UPDATE.value]
+def train_step(model: Model, folder: pathlib.Path) -> Any:
+    """The step that flags name."""
+    usual = train.UPDATES[UPDATE.value] if CHECKPOINT.value else train.FIRST_RATE
+    rate = LEARNING_RATE.value or usual
     device = cli.asked_device()
-    step = poet_jax.train_step(
+    return poet_jax.train_step(
         model,
         cli.asked_budget(device),
         loss_fn=loss_fn,
@@ -80,22 +108,44 @@ def main() -> None:
         planner=cli.asked_planner(),
         plan_cache=folder / "plans",
     )
-    settings = {
-        flag.name: flag.value
-        for flag in (SIZE, TEXT, TOKENIZER, UPDATE, RANK, OPTIMIZER, LEARNING_RATE)
-        + (DTYPE, LENGTH, BATCH_SIZE, STEPS, SEED)
-    }
+
+
+def save(step: Any, tokenizer: Tokenizer, folder: pathlib.Path) -> pathlib.Path:
+    """Write the adapters, added to the model's matrices, or else the model."""
+    if UPDATE.value == "lora":
+        part = nnx.as_pure(step.optimizer.part)
+        adapters.save(part, step.model, folder / "adapters")
+        adapters.add(step.model, part)
+        return folder / "adapters"
+    checkpoint.save(step.model, folder / "model")
+    tokenizer.save(str(folder / "model" / TOKENIZER_FILE))
+    return folder / "model"
+
+
+@program
+def main() -> None:
+    folder = pathlib.Path(FOLDER.value)
+    folder.mkdir(parents=True, exist_ok=True)
+    words, model = text.read_text(TEXT.value), load_model()
+    tokenizer = load_tokenizer(words, model.config.vocabulary, folder)
+    text.check_fits(tokenizer, LENGTH.value, model.config)
+    rows = text.pack(tokenizer.encode(words).ids, LENGTH.value)
+    step = train_step(model, folder)
     print(step.plan(text.batch(rows, 0, BATCH_SIZE.value, SEED.value)))
+
     said = PROMPT.value, GENERATE.value, TEMPERATURE.value
     print(f"before: {continued(model, tokenizer, *said)}")
+    settings = {flag.name: flag.value for flag in SETTINGS}
     lines = train.fine_tune(step, rows, folder, settings, SAVE_EVERY.value)
-    seconds = statistics.median(float(line["seconds"]) for line in lines)
-    print(
-        f"loss {float(lines[0]['loss']):.4f} at the first step, "
-        f"{float(lines[-1]['loss']):.4f} at the last; "
-        f"{BATCH_SIZE.value * LENGTH.value / seconds:,.0f} tokens per second"
+    losses, seconds = (
+        [float(line[name]) for line in lines] for name in ("loss", "seconds")
     )
-    print(f"after: {continued(step.merged(), tokenizer, *said)}")
+    speed = BATCH_SIZE.value * LENGTH.value / statistics.median(seconds)
+    print(
+        f"loss {losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last; "
+        f"{speed:,.0f} tokens per second; saved in {save(step, tokenizer, folder)}"
+    )
+    print(f"after: {continued(model, tokenizer, *said)}")
 
 
 if __name__ == "__main__":

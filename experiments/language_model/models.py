@@ -36,6 +36,12 @@ def make(config: Config, seed: int = 0, dtype: Any = jnp.float32) -> Model:
     return kind(config, dtype=dtype, rngs=nnx.Rngs(seed))
 
 
+def variables(module: nnx.Module, kind: Any = ...) -> dict[str, nnx.Variable]:
+    """The module's own variables of a kind, such as `nnx.Param`, by path."""
+    flat = nnx.to_flat_state(nnx.state(module, kind))
+    return {"/".join(map(str, path)): variable for path, variable in flat}
+
+
 def loss_fn(model: Model, rows: jax.Array) -> jax.Array:
     """Mean cross-entropy, in float32, of next tokens in rows [batch, length + 1]."""
     logits = model(rows[:, :-1]).astype(jnp.float32)

@@ -13,13 +13,15 @@ import optax
 from flax import nnx
 from tqdm import tqdm
 
-from experiments.language_model import tensors, text
-from experiments.language_model.models import Model
+from experiments.language_model import files, text
+from experiments.language_model.models import Model, variables
 from experiments.program import appending, read_rows, write_rows
 from poet_jax.update import Update, bias_only, lora
+from poet_jax.update.part import EVERYTHING
 
-# With its learning rate: the fewer parameters, the larger.
-UPDATES = {"lora": 2e-3, "full": 1e-3, "bias": 5e-3}
+# With the learning rate of each for a checkpoint: the fewer parameters, the larger.
+UPDATES = {"lora": 5e-4, "full": 5e-5, "bias": 1e-3}
+FIRST_RATE = 2e-3  # of a model at random
 OPTIMIZERS = {"adamw": optax.adamw, "adafactor": optax.adafactor}
 # Matrices of layers, which are numbered; not that of the head.
 ADAPTED = "*/*/**/kernel"
@@ -35,8 +37,7 @@ def update_of(name: str, rank: int, model: Model) -> Update | None:
         return lora(rank, ADAPTED)
     if name == "full":
         return None
-    paths = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
-    if not any(path[-1] == "bias" for path in paths):
+    if not any(path.endswith("/bias") for path in variables(model)):
         raise ValueError(
             "Biases were to be trained, and the model has none. GPT-2 and Qwen2 have. "
             "Use --update=lora."
@@ -58,28 +59,23 @@ def optimizer_of(
     return optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZERS[name](rates))
 
 
-def _changing(step: Any) -> dict[str, tuple[nnx.Module, tuple, nnx.Variable]]:
-    """What a step changes: by name its module, its path in it and its variable."""
-    part = getattr(step.optimizer, "part", None)
-    trained = None if part is None else part.trained
-    names = None if trained is None else {name for name, _ in trained}
-    found = {}
-    for module, state in (
-        (step.model, nnx.state(step.model, nnx.Param)),
-        (step.optimizer, nnx.state(step.optimizer)),
-    ):
-        kind = "model" if module is step.model else "optimizer"
-        for path, variable in nnx.to_flat_state(state):
-            name = "/".join(map(str, path))
-            if module is step.optimizer or names is None or name in names:
-                found[f"{kind}/{name}"] = module, path, variable
-    return found
+def _changing(step: Any) -> dict[str, nnx.Variable]:
+    """What a step changes: trained parameters and the optimizer's state, by name."""
+    part = getattr(step.optimizer, "part", EVERYTHING)
+    trained = None if part.trained is None else dict(part.trained)
+    parameters = {
+        f"model/{path}": variable
+        for path, variable in variables(step.model, nnx.Param).items()
+        if trained is None or path in trained
+    }
+    state = variables(step.optimizer).items()
+    return parameters | {f"optimizer/{path}": variable for path, variable in state}
 
 
 def save_state(path: pathlib.Path, step: Any, settings: Mapping[str, Any]) -> None:
     """Write what the step has changed so far; a kill leaves the older file or this."""
-    arrays = {name: np.asarray(x[...]) for name, (*_, x) in _changing(step).items()}
-    tensors.write(path, arrays, {"settings": json.dumps(dict(settings))})
+    arrays = {name: np.asarray(x[...]) for name, x in _changing(step).items()}
+    files.write(path, arrays, {"settings": json.dumps(dict(settings))})
 
 
 def load_state(path: pathlib.Path, step: Any, settings: Mapping[str, Any]) -> int:
@@ -88,15 +84,13 @@ def load_state(path: pathlib.Path, step: Any, settings: Mapping[str, Any]) -> in
     Raises ValueError for a damaged file, other settings and another model.
     """
     changing = _changing(step)
-    with tensors.opened(path) as file:
+    with files.opened(path) as file:
         _check_settings(path, json.loads(file.metadata()["settings"]), settings)
-        expected = {name: x.shape for name, (*_, x) in changing.items()}
-        tensors.check(
-            tensors.shapes(file), expected, path, "Use another --folder to start anew."
-        )
-        for name, (module, place, _) in changing.items():
-            array = jnp.asarray(file.get_tensor(name))
-            nnx.update(module, nnx.from_flat_state({place: array}))
+        expected = {name: variable.shape for name, variable in changing.items()}
+        remedy = "Use another --folder to start anew."
+        files.check(files.shapes(file), expected, path, remedy)
+        for name, variable in changing.items():
+            variable.set_value(jnp.array(file.get_tensor(name)))
     return int(step.optimizer.step[...])
 
 

@@ -1,6 +1,7 @@
-"""Files of named arrays, in the format of safetensors."""
+"""Files of named arrays, in the format of safetensors, and of JSON beside them."""
 
 import contextlib
+import json
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -42,21 +43,44 @@ def opened(path: pathlib.Path) -> Iterator[Any]:
 
     Raises FileNotFoundError without the file, and ValueError for a damaged one.
     """
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"Arrays were to be read from {path}, which is no file. They are read from "
-            "files in the format of safetensors. Give the folder in which it is."
-        )
+    _check_is_file(path)
     try:
         file = safe_open(path, framework="numpy")
     except SafetensorError as error:
         raise ValueError(
-            f"Arrays were to be read from {path}, which is damaged: {error}. A file "
-            "that is cut short, such as by a broken download, cannot be read. Fetch or "
-            "write it again."
+            f"{path} was to be read, and is damaged: {error}. A file that is cut "
+            "short, as by a broken download, cannot be read. Fetch or write it again."
         ) from error
     with file:
         yield file
+
+
+def read_json(path: pathlib.Path) -> dict[str, Any]:
+    """What a file says.
+
+    Raises FileNotFoundError without the file, and ValueError for a damaged one.
+    """
+    _check_is_file(path)
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(
+            f"{path} was to be read, and is damaged: {error}. It has to be JSON. Fetch "
+            "or write it again."
+        ) from error
+
+
+def write_json(path: pathlib.Path, said: dict[str, Any]) -> None:
+    """Write what `read_json` reads."""
+    path.write_text(json.dumps(said, indent=1) + "\n")
+
+
+def _check_is_file(path: pathlib.Path) -> None:
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} was to be read, and is no file. It is part of what public "
+            "checkpoints and adapters have. Give the folder of one that has it."
+        )
 
 
 def shapes(file: Any) -> dict[str, tuple[int, ...]]:
