@@ -85,9 +85,9 @@ class Architecture:
 
 def _llama(
     model_type: str,
-    choices: Mapping[str, Any],
-    defaults: Mapping[str, Any],
-    options: Mapping[str, tuple[Any, ...]],
+    choices: dict[str, Any],
+    defaults: dict[str, Any],
+    options: dict[str, tuple[Any, ...]],
 ) -> Architecture:
     shared = {"epsilon": 1e-6, "theta": 10_000.0, "tied": False}
     return Architecture(

@@ -44,17 +44,16 @@ def load_tokenizer(path: pathlib.Path) -> Tokenizer:
     """
     if not path.is_file():
         raise FileNotFoundError(
-            f"A tokenizer was to be read from {path}, which is no file. Tokenizers are "
-            "read from a tokenizer.json, as public checkpoints have it. Use "
-            "--tokenizer=FILE, or leave out --checkpoint to train one on the text."
+            f"{path} was to be read, and is no file. A tokenizer is a tokenizer.json, "
+            "as public checkpoints have it. Use --tokenizer=FILE, or leave out "
+            "--checkpoint to train one on the text."
         )
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no other class
         raise ValueError(
-            f"A tokenizer was to be read from {path}, which says: {error}. Tokenizers "
-            "are read from a tokenizer.json, as public checkpoints have it. Use "
-            "another --tokenizer=FILE."
+            f"{path} was to be read, and is no tokenizer: {error}. Use another "
+            "--tokenizer=FILE, a tokenizer.json as public checkpoints have it."
         ) from error
 
 
