@@ -1,8 +1,11 @@
 """Fine-tune a language model on a text within a memory budget, and see what it says.
 
-    python -m experiments.language_model --size=10m --update=full --steps=200
+    python -m experiments.language_model --size=1m --update=full --steps=400
     python -m experiments.language_model --checkpoint=outputs/language_model/model \\
-        --folder=outputs/adapted --text=FILE --update=lora --rank=8 --budget=60%
+        --folder=outputs/adapted --text=README.md --update=lora --rank=8 --budget=60%
+
+take 80 and 35 s on two cores. Expect losses that fall from 7.65 to about 3.7, and from
+about 6.0 to 5.3; adapters in 38 MiB, where keeping everything needs 63 MiB.
 
 The model starts at random, or from a --checkpoint in the public format. The budget
 counts all that a step has in memory. What is written is in --folder: the losses, the
@@ -50,6 +53,9 @@ DTYPE = flags.DEFINE_enum(
 )
 LENGTH = flags.DEFINE_integer("length", 128, "Tokens of a row.", lower_bound=1)
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Rows of a step.", lower_bound=1)
+MICROBATCHES = flags.DEFINE_integer(
+    "microbatches", 1, "Parts of a batch, one after another.", lower_bound=1
+)
 STEPS = flags.DEFINE_integer("steps", 100, "Steps to train for.", lower_bound=1)
 SAVE_EVERY = flags.DEFINE_integer("save_every", 50, "Steps between states on disk.", 1)
 SEED = flags.DEFINE_integer("seed", 0, "Seed of parameters and batches.")
@@ -104,6 +110,7 @@ def train_step(model: Model, folder: pathlib.Path) -> Any:
         loss_fn=loss_fn,
         optimizer=train.optimizer_of(OPTIMIZER.value, rate, STEPS.value),
         update=train.update_of(UPDATE.value, RANK.value, model),
+        microbatches=MICROBATCHES.value,
         device=device,
         planner=cli.asked_planner(),
         plan_cache=folder / "plans",

@@ -18,6 +18,7 @@ from experiments.language_model.models import Model, variables
 from poet_jax.update.part import Adapter, Part
 
 ARRAYS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+DEFAULT = 8  # of r and of lora_alpha
 # Options of adapter_config.json that change what is computed, with what we compute.
 OPTIONS = {
     "use_dora": False,
@@ -125,7 +126,7 @@ def _scale(path: pathlib.Path) -> float:
                 f"{path} has {option}={given[option]!r}. Adapters can be read with "
                 f"{option}={value!r} only. Use adapters of plain LoRA."
             )
-    return given["lora_alpha"] / given["r"]
+    return given.get("lora_alpha", DEFAULT) / given.get("r", DEFAULT)
 
 
 @jax.jit

@@ -67,7 +67,7 @@ def _places(folder: pathlib.Path) -> list[pathlib.Path]:
     index = folder / INDEX
     if not index.is_file():
         return [folder / SINGLE]
-    names = files.read_json(index)["weight_map"].values()
+    names = files.read_json(index).get("weight_map", {}).values()
     return [folder / name for name in sorted(set(names))]
 
 
