@@ -508,12 +508,13 @@ def schedule(
         `push_slices` (a slice of a product becomes the product of a slice),
         `reassociate` (products with thin matrices in the cheap order), `fold_scales`
         (frozen scales go into frozen kernels), `group` (what XLA would fuse becomes one
-        node), `inline_cheap` (what the backward pass reads of a light node is computed
+        node), `expand_at_use` (what expands arguments is computed for each reader),
+        `inline_cheap` (what the backward pass reads of a light node is computed
         there again), `stream_state` (large updates of state on storage go block by
         block), `reorder` (nodes free early), and `cpu_kernels` (operations in forms
         that XLA's CPU backend computes fast and in little memory). `passes=()` leaves
-        the graph as it was
-        traced, one equation per node; `Scheduled.effects` shows what each does.
+        the graph as it was traced, one equation per node; `Scheduled.effects` shows
+        what each does.
       repeatable: operations that may run twice in a step although it is not known of
         them, as of callbacks and foreign functions, that they are functions of their
         operands: primitives, their names, or targets of `jax.ffi.ffi_call`.

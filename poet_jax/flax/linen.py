@@ -151,9 +151,9 @@ class TrainStep:
                 "parameters. Call model(...) in loss_fn."
             )
         params = created.pop("params", {})
-        part = EVERYTHING
-        if self.scheme is not None:
-            part = self.scheme.of(
+        part, scheme = EVERYTHING, self.scheme
+        if scheme is not None:
+            part = scheme.of(
                 params,
                 created,
                 step_key,
@@ -163,7 +163,7 @@ class TrainStep:
             )
         return TrainState(
             step=jnp.zeros((), jnp.int32),
-            params=params,
+            params=params if scheme is None else scheme.quantized(params, part),
             opt_state=self.optimizer.init(part.split(params)),
             collections=created,
             key=step_key,

@@ -246,8 +246,10 @@ class TrainStep:
         def loss(params, rest, batch):
             return self._loss(nnx.merge(graphdef, params, rest, copy=True), batch)[0]
 
-        part = self.scheme.of(nnx.as_pure(params), rest, batch, loss=loss)
+        pure = nnx.as_pure(params)
+        part = self.scheme.of(pure, rest, batch, loss=loss)
         self._optimizer = PartOptimizer(self.model, self._optimizer, part)
+        nnx.update(self.model, self.scheme.quantized(pure, part))
 
     def _loss(self, model: nnx.Module, batch: Any) -> tuple[jax.Array, Any]:
         return scalar_and_aux(self._loss_fn(model, batch))

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from poet_jax.core.graph import Graph
 from poet_jax.passes.blocks import blockwise
 from poet_jax.passes.cpu.rules import cpu_kernels
+from poet_jax.passes.expanding import expand_at_use
 from poet_jax.passes.grouping import group
 from poet_jax.passes.inlining import inline_cheap
 from poet_jax.passes.loops import unroll
@@ -23,6 +24,7 @@ PASSES: tuple[Pass, ...] = (
     reassociate,
     fold_scales,
     group,
+    expand_at_use,
     inline_cheap,
     stream_state,
     reorder,
@@ -48,6 +50,7 @@ __all__ = [
     "push_slices",
     "reorder",
     "run_passes",
+    "expand_at_use",
     "inline_cheap",
     "stream_state",
     "unroll",

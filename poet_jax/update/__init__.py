@@ -1,5 +1,6 @@
 """Sparse backpropagation: schemes of what to train, and the search for a good one."""
 
+from poet_jax.update.quantization import Quantized, quantized
 from poet_jax.update.scheme import (
     Update,
     UpdateLike,
@@ -13,6 +14,7 @@ from poet_jax.update.selection import Found, contributions, search
 
 __all__ = [
     "Found",
+    "Quantized",
     "Update",
     "UpdateLike",
     "bias_only",
@@ -21,5 +23,6 @@ __all__ = [
     "last_blocks",
     "lora",
     "parse_update",
+    "quantized",
     "search",
 ]

@@ -10,6 +10,7 @@ from jax import lax
 
 from poet_jax.core.trace import path_name
 from poet_jax.stores.paged import in_ram
+from poet_jax.update.quantization import dequantized, is_quantized
 
 
 class Adapter(NamedTuple):
@@ -31,7 +32,7 @@ class Part:
 
     It is a pytree, for use in a training state. A trainable tree has the structure of
     the parameters, with None for frozen leaves, the trained input channels of a kernel,
-    and an Adapter for a kernel that has one:
+    and an Adapter for a kernel that has one. Frozen kernels may be `Quantized`:
 
         trainable = part.split(params)
         loss, gradients = jax.value_and_grad(
@@ -54,6 +55,10 @@ class Part:
         default=None, metadata={"static": True}
     )
 
+    def trains(self, path: str) -> bool:
+        """Whether it trains the leaf at `path` itself, or channels of it."""
+        return self.trained is None or path in dict(self.trained)
+
     def split(self, params: Any) -> Any:
         """The trainable tree of `params`."""
         if self.trained is None:
@@ -71,11 +76,16 @@ class Part:
             rows = trained[path]
             return leaf if rows is None else leaf[..., :rows, :]
 
-        return jax.tree_util.tree_map_with_path(part_of, params)
+        return jax.tree_util.tree_map_with_path(part_of, params, is_leaf=is_quantized)
 
     def merge(self, trainable: Any, params: Any) -> Any:
-        """The parameters to compute with: `params` with `trainable` put in."""
-        return self._put(trainable, params, lambda _, kernel, x: kernel + x.a @ x.b)
+        """The parameters to compute with: `params`, dequantized, with `trainable` put
+        in."""
+
+        def add(_: str, kernel: Any, adapter: Adapter) -> Any:
+            return dequantized(kernel) + adapter.a @ adapter.b
+
+        return self._put(trainable, params, add, dequantized)
 
     def replace(self, trainable: Any, params: Any) -> tuple[Any, "Part"]:
         """(parameters, part) after an update; adapters are not added to kernels."""
@@ -87,22 +97,24 @@ class Part:
             adapters[path] = adapter
             return kernel
 
-        kept = self._put(trainable, params, keep)
+        kept = self._put(trainable, params, keep, lambda leaf: leaf)
         return kept, dataclasses.replace(self, adapters=adapters)
 
     def merged(self, params: Any) -> Any:
-        """`params` in RAM with adapters added, to evaluate or save."""
+        """`params` in RAM, dequantized and with adapters added, to evaluate or save."""
         part, params = in_ram((self, params))
         return part.merge(part.split(params), params)
 
-    def _put(self, trainable: Any, params: Any, adapt: Callable) -> Any:
+    def _put(
+        self, trainable: Any, params: Any, adapt: Callable, freeze: Callable
+    ) -> Any:
         if self.trained is None:
             return trainable
 
         def whole(steps: Any, leaf: Any, part: Any) -> Any:
             path = path_name(steps)
             if part is None:
-                return leaf
+                return freeze(leaf)
             if path in self.adapters:
                 return adapt(path, leaf, part)
             if path in self.channels:
@@ -112,7 +124,9 @@ class Part:
                 return part
             return lax.dynamic_update_slice(leaf, part, (0,) * leaf.ndim)
 
-        return jax.tree_util.tree_map_with_path(whole, params, trainable)
+        return jax.tree_util.tree_map_with_path(
+            whole, params, trainable, is_leaf=is_quantized
+        )
 
 
 EVERYTHING = Part()
@@ -122,6 +136,9 @@ _SURE: Any = dict(
 
 
 def named(tree: Any) -> list[tuple[str, Any]]:
-    """(path, leaf) of each leaf of a pytree, as `path_name` joins paths."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    """(path, leaf) of each leaf of a pytree, as `path_name` joins paths.
+
+    A `Quantized` kernel is one leaf.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_quantized)
     return [(path_name(path), leaf) for path, leaf in leaves]

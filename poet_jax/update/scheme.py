@@ -21,6 +21,13 @@ from jax import lax
 from poet_jax.core.trace import path_name
 from poet_jax.update.blocks import first_uses, numbered_blocks
 from poet_jax.update.part import Adapter, Part, named
+from poet_jax.update.quantization import (
+    can_quantize,
+    check_kind,
+    is_quantized,
+    quantized,
+    whole,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +46,8 @@ class Update:
       last: how many of the last blocks to train; see `last_blocks`.
       statistics: of BatchNorm layers, frozen or not: "update" them as in full training,
         or "keep" them.
+      quantize: by pattern, "int8" or "int4" for matching kernels that stay frozen; see
+        `quantized`.
 
     Raises ValueError for a fraction outside 0 to 1, a rank or number below 1, and a
     scheme that trains nothing.
@@ -49,6 +58,7 @@ class Update:
     ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
     last: int = 0
     statistics: str = "update"
+    quantize: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         for pattern, fraction in self.fractions.items():
@@ -65,6 +75,8 @@ class Update:
                 )
         if self.last < 0 or self.last != int(self.last):
             raise ValueError(_last_problem(self.last))
+        for kind in self.quantize.values():
+            check_kind(kind)
         choices = {"channels": ("first", "norm"), "statistics": ("update", "keep")}
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:
@@ -112,6 +124,30 @@ class Update:
                 "counts. Put the wider patterns first."
             )
         return Part(channels, adapters, tuple(sorted(rows.items())))
+
+    def quantized(self, params: Any, part: Part) -> Any:
+        """`params` whose kernels are quantized that this scheme says and `part`, made
+        by `of`, does not train.
+
+        A kernel is read, quantized and, if nobody else holds it, freed before the next.
+        Raises ValueError for a pattern that matches nothing, or something other than
+        a floating kernel.
+        """
+        leaves = dict(named(params))
+        kinds: dict[str, str] = {}
+        for pattern, kind in self.quantize.items():
+            paths = [x for x in _matching(pattern, leaves) if not part.trains(x)]
+            if pattern == KERNELS:
+                paths = [x for x in paths if can_quantize(leaves[x])]
+            kinds |= dict.fromkeys(paths, kind)
+
+        def one(steps: Any, leaf: Any) -> Any:
+            path = path_name(steps)
+            if path not in kinds or is_quantized(leaf):
+                return leaf
+            return quantized(leaf, kinds[path], path)
+
+        return jax.tree_util.tree_map_with_path(one, params, is_leaf=is_quantized)
 
     def mask(self, params: Any, *rest: Any, loss: Callable | None = None) -> Any:
         """Which leaves of `params` are trained, for `optax.masked(optimizer, mask)`.
@@ -172,7 +208,7 @@ class Update:
                 f"{len(blocks) or 'no'} numbered blocks, such as blocks_0 or "
                 "layers/0. Use a smaller number, or patterns of paths."
             )
-        used = dict(zip(sizes, first_uses(loss, params, rest), strict=True))
+        used = dict(zip(sizes, first_uses(loss, whole(params), rest), strict=True))
         first = min(used[path] for block in blocks[-self.last :] for path in block)
         return [path for path, use in used.items() if first <= use < math.inf]
 
@@ -191,8 +227,10 @@ def bias_only() -> Update:
     return Update({"**/bias": 1.0})
 
 
-def last_blocks(number: int) -> Update:
+def last_blocks(number: int, quantize: str | None = None) -> Update:
     """Train the last blocks and everything first used after them, such as a head.
+
+    Frozen kernels are kept as `quantize`, "int8" or "int4", if that is given.
 
     Blocks are numbered in the paths: blocks_0, blocks_1 or layers/0, layers/1. Of
     several numberings the one with most parameters counts, with those of equal length
@@ -200,7 +238,7 @@ def last_blocks(number: int) -> Update:
     """
     if number < 1:
         raise ValueError(_last_problem(number))
-    return Update(last=number)
+    return Update(last=number, quantize=_frozen_kernels(quantize))
 
 
 def _last_problem(number: Any) -> str:
@@ -210,13 +248,17 @@ def _last_problem(number: Any) -> str:
     )
 
 
-def lora(rank: int, pattern: str = KERNELS) -> Update:
+def lora(rank: int, pattern: str = KERNELS, quantize: str | None = None) -> Update:
     """Train adapters of `rank` for every matrix called kernel, nothing else.
 
     The model needs no change: it gets `kernel + a @ b`. Any other `pattern` must match
-    matrices only.
+    matrices only. Kernels are kept as `quantize`, "int8" or "int4", if that is given.
     """
-    return Update(ranks={pattern: rank})
+    return Update(ranks={pattern: rank}, quantize=_frozen_kernels(quantize))
+
+
+def _frozen_kernels(quantize: str | None) -> Mapping[str, str]:
+    return {} if quantize is None else {KERNELS: quantize}
 
 
 def parse_update(update: Any) -> Update:

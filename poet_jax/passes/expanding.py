@@ -1,0 +1,72 @@
+"""What expands arguments is computed anew wherever it is read.
+
+A quantized kernel is the example: decoded it is several times as large as its codes,
+which are in RAM anyway, and the backward pass reads it again. A plan could repeat the
+decoding, but keep-all would hold every decoded kernel at the end of the forward pass.
+"""
+
+import dataclasses
+
+from poet_jax.core.equation import Inner, Name
+from poet_jax.core.graph import Graph, Node, with_nodes
+from poet_jax.passes.grouping import HEAVY, TINY_BYTES
+
+EXPANDED = 2  # times the bytes that are read
+
+
+def expand_at_use(graph: Graph) -> Graph:
+    """`graph`, of `group`, with a node of its own for each reader of what expands
+    arguments.
+
+    That is one value, of at least twice the bytes of the arguments and constants that
+    it is computed from, by loops over these. A plan does not count the copies as
+    rematerialised.
+    """
+    values, nodes = list(graph.values), []
+    is_changed = False
+    for number, node in enumerate(graph.nodes):
+        names: dict[Name, int] = {}
+        for value in node.reads:
+            maker = graph.producer.get(value)
+            if maker is None or number == graph.readers[value][0]:
+                continue
+            if _expands(graph, graph.nodes[maker]):
+                names[value] = len(values)
+                values.append(values[value])
+                nodes.append(_copy(graph.nodes[maker], names[value], node.backward))
+                is_changed = True
+        nodes.append(_reading(node, names) if names else node)
+    if not is_changed:
+        return graph
+    return with_nodes(dataclasses.replace(graph, values=tuple(values)), nodes)
+
+
+def _expands(graph: Graph, node: Node) -> bool:
+    """Whether a node makes one large value of arguments and constants, in loops."""
+    if len(node.writes) > 1 or not node.repeatable or not node.equations:
+        return False
+    if not graph.producer.keys().isdisjoint(node.reads):
+        return False
+    if graph.leaving.intersection(node.writes):
+        return False
+    if any(e.primitive.name in HEAVY or e.inner or e.lowering for e in node.equations):
+        return False
+    made, read = (
+        sum(graph.values[v].nbytes for v in some) for some in (node.writes, node.reads)
+    )
+    return made > TINY_BYTES and made >= EXPANDED * read
+
+
+def _copy(node: Node, written: int, backward: bool) -> Node:
+    """`node` with another value in place of the one that it writes."""
+    names: dict[Name, Name] = {
+        x: Inner() for equation in node.equations for x in equation.results
+    }
+    names[node.writes[0]] = written
+    equations = [equation.renamed(names) for equation in node.equations]
+    return Node.of(node.name, equations, (written,), backward)
+
+
+def _reading(node: Node, names: dict[Name, int]) -> Node:
+    equations = [equation.renamed(names) for equation in node.equations]
+    return Node.of(node.name, equations, node.writes, node.backward)
