@@ -7,6 +7,14 @@
 take 80 and 35 s on two cores. Expect losses that fall from 7.65 to about 3.7, and from
 about 6.0 to 5.3; adapters in 38 MiB, where keeping everything needs 63 MiB.
 
+With --quantize kernels that adapters are added to are kept in few bits, and with
+--on_storage parameters and the optimizer's state lie in a file. So
+
+    python -m experiments.language_model --size=1b --quantize=int4 --on_storage \\
+        --budget=800MiB --batch_size=1 --length=256 --steps=10 --generate=0
+
+trains adapters of 1.1 billion parameters.
+
 The model starts at random, or from a --checkpoint in the public format. The budget
 counts all that a step has in memory. What is written is in --folder: the losses, the
 model or its adapters, and a state from which the same command resumes after a kill,
@@ -17,6 +25,7 @@ import pathlib
 import statistics
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from absl import app, flags
 from flax import nnx
@@ -24,10 +33,20 @@ from tokenizers import Tokenizer
 
 import poet_jax
 from experiments.language_model import adapters, checkpoint, text, train
+from experiments.language_model.architectures import read_config
 from experiments.language_model.generate import continued
-from experiments.language_model.models import SIZES, Model, loss_fn, make
+from experiments.language_model.models import (
+    SIZES,
+    Model,
+    empty,
+    loss_fn,
+    make,
+    placing,
+)
 from experiments.program import program
 from poet_jax import cli
+from poet_jax.stores import Store
+from poet_jax.update.quantization import LARGEST
 
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -44,6 +63,12 @@ TEXT = flags.DEFINE_string("text", None, "File to train on; by default Python's 
 TOKENIZER = flags.DEFINE_string("tokenizer", None, "A tokenizer.json.")
 UPDATE = flags.DEFINE_enum("update", "lora", list(train.UPDATES), "What is trained.")
 RANK = flags.DEFINE_integer("rank", 8, "Rank of adapters.", lower_bound=1)
+QUANTIZE = flags.DEFINE_enum(
+    "quantize", None, list(LARGEST), "Bits of kernels that are not trained."
+)
+ON_STORAGE = flags.DEFINE_bool(
+    "on_storage", False, "Keep parameters and the optimizer's state in a file."
+)
 OPTIMIZER = flags.DEFINE_enum(
     "optimizer", "adamw", list(train.OPTIMIZERS), "What applies gradients."
 )
@@ -63,7 +88,9 @@ FOLDER = flags.DEFINE_string(
     "folder", "outputs/language_model", "Folder for what is written and resumed from."
 )
 PROMPT = flags.DEFINE_string("prompt", "The value of", "Text to continue.")
-GENERATE = flags.DEFINE_integer("generate", 32, "Tokens to continue it by.", 0)
+GENERATE = flags.DEFINE_integer(
+    "generate", 32, "Tokens to continue it by, with the model in RAM; 0 for none.", 0
+)
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of what it says; 0 is greedy.", 0)
 cli.define_flags("budget", "device", "planner", "solver", "objective", "time_limit")
 
@@ -71,20 +98,22 @@ cli.define_flags("budget", "device", "planner", "solver", "objective", "time_lim
 # All that losses depend on.
 SETTINGS = (
     SIZE, CHECKPOINT, ADAPTERS, TEXT, TOKENIZER, UPDATE, RANK, OPTIMIZER, LEARNING_RATE,
-    DTYPE, LENGTH, BATCH_SIZE, STEPS, SEED,
+    QUANTIZE, DTYPE, LENGTH, BATCH_SIZE, STEPS, SEED,
 )  # fmt: skip
 
 
-def load_model() -> Model:
-    """The model that flags name."""
-    dtype = jnp.dtype(DTYPE.value)
-    if CHECKPOINT.value is None:
-        model = make(SIZES[SIZE.value], SEED.value, dtype)
-    else:
-        model = checkpoint.load(CHECKPOINT.value, dtype)
+def load_model(store: Store | None) -> Model:
+    """The model that flags name, with its large arrays in `store`, if that is given."""
+    dtype, place = jnp.dtype(DTYPE.value), placing(QUANTIZE.value, store)
     if ADAPTERS.value is not None:
-        adapters.add(model, adapters.load(ADAPTERS.value, model))
-    return model
+        config = SIZES[SIZE.value]
+        if CHECKPOINT.value is not None:
+            config = read_config(pathlib.Path(CHECKPOINT.value))[1]
+        part = adapters.load(ADAPTERS.value, empty(config, dtype))
+        place = adapters.added(part, place)
+    if CHECKPOINT.value is not None:
+        return checkpoint.load(CHECKPOINT.value, dtype, place)
+    return make(SIZES[SIZE.value], SEED.value, dtype, place)
 
 
 def load_tokenizer(words: str, vocabulary: int, folder: pathlib.Path) -> Tokenizer:
@@ -99,8 +128,13 @@ def load_tokenizer(words: str, vocabulary: int, folder: pathlib.Path) -> Tokeniz
     return text.load_tokenizer(kept)
 
 
-def train_step(model: Model, folder: pathlib.Path) -> Any:
+def train_step(model: Model, folder: pathlib.Path, store: Store | None) -> Any:
     """The step that flags name."""
+    if QUANTIZE.value is not None and UPDATE.value == "full":
+        raise ValueError(
+            f"--quantize={QUANTIZE.value} is for kernels that are not trained, and "
+            "--update=full trains all. Use --update=lora, or leave --quantize out."
+        )
     usual = train.UPDATES[UPDATE.value] if CHECKPOINT.value else train.FIRST_RATE
     rate = LEARNING_RATE.value or usual
     device = cli.asked_device()
@@ -108,40 +142,49 @@ def train_step(model: Model, folder: pathlib.Path) -> Any:
         model,
         cli.asked_budget(device),
         loss_fn=loss_fn,
-        optimizer=train.optimizer_of(OPTIMIZER.value, rate, STEPS.value),
+        optimizer=train.optimizer_of(OPTIMIZER.value, rate, STEPS.value, store),
         update=train.update_of(UPDATE.value, RANK.value, model),
         microbatches=MICROBATCHES.value,
         device=device,
         planner=cli.asked_planner(),
         plan_cache=folder / "plans",
+        executor=poet_jax.HostExecutor(store),
     )
 
 
 def save(step: Any, tokenizer: Tokenizer, folder: pathlib.Path) -> pathlib.Path:
-    """Write the adapters, added to the model's matrices, or else the model."""
+    """Write the adapters, or else the model."""
     if UPDATE.value == "lora":
         part = nnx.as_pure(step.optimizer.part)
         adapters.save(part, step.model, folder / "adapters")
-        adapters.add(step.model, part)
         return folder / "adapters"
-    checkpoint.save(step.model, folder / "model")
+    checkpoint.save(step.merged(), folder / "model")
     tokenizer.save(str(folder / "model" / TOKENIZER_FILE))
     return folder / "model"
+
+
+def say(when: str, step: Any, tokenizer: Tokenizer) -> None:
+    """Print how the model continues the prompt."""
+    if GENERATE.value:
+        said = PROMPT.value, GENERATE.value, TEMPERATURE.value
+        print(f"{when}: {continued(step.merged(), tokenizer, *said)}")
 
 
 @program
 def main() -> None:
     folder = pathlib.Path(FOLDER.value)
     folder.mkdir(parents=True, exist_ok=True)
-    words, model = text.read_text(TEXT.value), load_model()
+    if not jax.config.jax_compilation_cache_dir:  # a run that resumes compiles nothing
+        jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    store = poet_jax.FileStore(folder) if ON_STORAGE.value else None
+    words, model = text.read_text(TEXT.value), load_model(store)
     tokenizer = load_tokenizer(words, model.config.vocabulary, folder)
     text.check_fits(tokenizer, LENGTH.value, model.config)
     rows = text.pack(tokenizer.encode(words).ids, LENGTH.value)
-    step = train_step(model, folder)
+    step = train_step(model, folder, store)
     print(step.plan(text.batch(rows, 0, BATCH_SIZE.value, SEED.value)))
 
-    said = PROMPT.value, GENERATE.value, TEMPERATURE.value
-    print(f"before: {continued(model, tokenizer, *said)}")
+    say("before", step, tokenizer)
     settings = {flag.name: flag.value for flag in SETTINGS}
     lines = train.fine_tune(step, rows, folder, settings, SAVE_EVERY.value)
     losses, seconds = (
@@ -152,7 +195,7 @@ def main() -> None:
         f"loss {losses[0]:.4f} at the first step, {losses[-1]:.4f} at the last; "
         f"{speed:,.0f} tokens per second; saved in {save(step, tokenizer, folder)}"
     )
-    print(f"after: {continued(model, tokenizer, *said)}")
+    say("after", step, tokenizer)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ layer computes with the matrix and `lora_alpha / r` times their product
 """
 
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,7 @@ from flax import nnx
 
 from experiments.language_model import files
 from experiments.language_model.architectures import architecture_of
-from experiments.language_model.models import Model, variables
+from experiments.language_model.models import Model, Place, variables
 from poet_jax.update.part import Adapter, Part
 
 ARRAYS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -134,8 +135,12 @@ def _sum(kernel: jax.Array, adapter: Adapter) -> jax.Array:
     return kernel + adapter.a @ adapter.b
 
 
-def add(model: Model, part: Part) -> None:
-    """Add adapters to the model's matrices in place, one after another."""
-    kernels = _kernels(model)
-    for path, adapter in part.adapters.items():
-        kernels[path][...] = _sum(kernels[path][...], adapter)
+def added(part: Part, place: Place) -> Place:
+    """As `place`, of matrices with their adapters added."""
+
+    def place_sum(path: str, array: jax.Array) -> Any:
+        if path in part.adapters:
+            array = _sum(array, part.adapters[path])
+        return place(path, array)
+
+    return place_sum

@@ -20,15 +20,25 @@ from experiments.language_model.architectures import (
     public_config,
     read_config,
 )
-from experiments.language_model.models import Model, make, variables
+from experiments.language_model.models import (
+    IN_RAM,
+    Model,
+    Place,
+    empty,
+    variables,
+)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FILE_BYTES = 2**29  # of the arrays in a file, but for one that is larger
 
 
-def load(where: pathlib.Path | str, dtype: Any = jnp.float32) -> Model:
+def load(
+    where: pathlib.Path | str, dtype: Any = jnp.float32, place: Place = IN_RAM
+) -> Model:
     """The model in a folder, or in a file beside its config.json, as `dtype`.
+
+    One array at a time is in RAM, but for what `place` keeps there.
 
     Raises FileNotFoundError for a file that is not there. Raises ValueError for a
     damaged file, an architecture or option that our models have not, and arrays that
@@ -37,28 +47,28 @@ def load(where: pathlib.Path | str, dtype: Any = jnp.float32) -> Model:
     where = pathlib.Path(where)
     folder = where.parent if where.is_file() else where
     architecture, config = read_config(folder)
-    model = nnx.eval_shape(lambda: make(config, dtype=dtype))
-    empty = variables(model)
-    paths = {architecture.public(path): path for path in empty}
-    places = [where] if where.is_file() else _places(folder)
+    model = empty(config, dtype)
+    parameters = variables(model, nnx.Param)
+    paths = {architecture.public(path): path for path in parameters}
+    files_of = [where] if where.is_file() else _places(folder)
     expected = {
-        name: empty[path].shape[:: -1 if architecture.turns(path) else 1]
+        name: parameters[path].shape[:: -1 if architecture.turns(path) else 1]
         for name, path in paths.items()
     }
     found = {}
-    for place in places:
-        with files.opened(place) as file:
+    for one in files_of:
+        with files.opened(one) as file:
             shapes = files.shapes(file)
         names = _names(shapes, architecture, HEAD in expected)
         found |= {name: shapes[stored] for stored, name in names.items()}
     files.check(found, expected, folder, "Use the config.json of these files.")
-    for place in places:
-        with files.opened(place) as file:
+    for one in files_of:
+        with files.opened(one) as file:
             names = _names(file.keys(), architecture, HEAD in expected)
             for stored, name in names.items():
                 array, path = file.get_tensor(stored), paths[name]
                 array = array.T if architecture.turns(path) else array
-                empty[path].set_value(jnp.array(array, dtype))
+                parameters[path].set_value(place(path, jnp.array(array, dtype)))
     return model
 
 

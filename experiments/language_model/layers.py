@@ -54,12 +54,11 @@ def empty_cache(shape: tuple[int, ...], layers: int, dtype: Any) -> list[KeysVal
 def linear(
     inputs: int, outputs: int, bias: bool, *, dtype: Any, rngs: nnx.Rngs
 ) -> nnx.Linear:
-    """A linear layer that starts as in GPT-2."""
+    """A linear layer."""
     return nnx.Linear(
         inputs,
         outputs,
         use_bias=bias,
-        kernel_init=nnx.initializers.normal(0.02),
         dtype=dtype,
         param_dtype=dtype,
         rngs=rngs,
@@ -67,8 +66,5 @@ def linear(
 
 
 def embedding(number: int, width: int, *, dtype: Any, rngs: nnx.Rngs) -> nnx.Embed:
-    """Vectors that start as in GPT-2."""
-    start = nnx.initializers.normal(0.02)
-    return nnx.Embed(
-        number, width, embedding_init=start, dtype=dtype, param_dtype=dtype, rngs=rngs
-    )
+    """A vector for each of `number` tokens."""
+    return nnx.Embed(number, width, dtype=dtype, param_dtype=dtype, rngs=rngs)

@@ -1,5 +1,6 @@
 """Fine-tuning that can be killed: its schemes, optimizers, state and loop."""
 
+import functools
 import json
 import pathlib
 import time
@@ -16,6 +17,8 @@ from tqdm import tqdm
 from experiments.language_model import files, text
 from experiments.language_model.models import Model, variables
 from experiments.program import appending, read_rows, write_rows
+from poet_jax import PagedArray, init_paged
+from poet_jax.stores import Store
 from poet_jax.update import Update, bias_only, lora
 from poet_jax.update.part import EVERYTHING
 
@@ -46,17 +49,23 @@ def update_of(name: str, rank: int, model: Model) -> Update | None:
 
 
 def optimizer_of(
-    name: str, learning_rate: float, steps: int
+    name: str, learning_rate: float, steps: int, store: Store | None = None
 ) -> optax.GradientTransformation:
     """The optimizer called `name`, of OPTIMIZERS, for gradients of norm 1 at most.
 
-    Its rate rises over a tenth of `steps`, then falls as a cosine.
+    Its rate rises over a tenth of `steps`, then falls as a cosine. Its state begins in
+    `store`, if that is given.
     """
     warm_up = max(steps // 10, 1)
     rates = optax.warmup_cosine_decay_schedule(
         0.0, learning_rate, warm_up, max(steps, warm_up + 1)
     )
-    return optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZERS[name](rates))
+    chosen = optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZERS[name](rates))
+    if store is None:
+        return chosen
+    return optax.GradientTransformation(
+        functools.partial(init_paged, chosen.init, store), chosen.update
+    )
 
 
 def _changing(step: Any) -> dict[str, nnx.Variable]:
@@ -74,7 +83,7 @@ def _changing(step: Any) -> dict[str, nnx.Variable]:
 
 def save_state(path: pathlib.Path, step: Any, settings: Mapping[str, Any]) -> None:
     """Write what the step has changed so far; a kill leaves the older file or this."""
-    arrays = {name: np.asarray(x[...]) for name, x in _changing(step).items()}
+    arrays = {name: np.asarray(x.get_value()) for name, x in _changing(step).items()}
     files.write(path, arrays, {"settings": json.dumps(dict(settings))})
 
 
@@ -90,7 +99,10 @@ def load_state(path: pathlib.Path, step: Any, settings: Mapping[str, Any]) -> in
         remedy = "Use another --folder to start anew."
         files.check(files.shapes(file), expected, path, remedy)
         for name, variable in changing.items():
-            variable.set_value(jnp.array(file.get_tensor(name)))
+            array, old = jnp.array(file.get_tensor(name)), variable.get_value()
+            if isinstance(old, PagedArray):
+                array = PagedArray.of(array, old.store, name)
+            variable.set_value(array)
     return int(step.optimizer.step[...])
 
 

@@ -13,7 +13,7 @@ from poet_jax.emit import emit
 from poet_jax.emit.paged_step import PagedStep
 from poet_jax.passes.grouping import group
 from poet_jax.passes.reordering import reorder
-from poet_jax.stores.paged import SMALL_BYTES, PagedArray, land
+from poet_jax.stores.paged import SMALL_BYTES, PagedArray, at_home, land
 from poet_jax.stores.store import Store
 
 
@@ -24,11 +24,15 @@ def init_paged(
 
     Each result is computed, paged out and freed before the next, so RAM holds about the
     largest result and its operands. Results below `min_bytes` are ordinary arrays.
-    Raises CannotTrace, and PageStoreError if the store is full.
+    Arguments may be `PagedArray`s; those that are read are loaded. Raises CannotTrace,
+    and PageStoreError if the store is full.
     """
-    graph = land(reorder(group(trace(init_fn, *args))), min_bytes)
+    leaves = jax.tree.leaves(args)
+    paged = [n for n, leaf in enumerate(leaves) if isinstance(leaf, PagedArray)]
+    graph = at_home(trace(init_fn, *args), paged)
+    graph = land(reorder(group(graph)), min_bytes)
     program = lower_actions(graph, Stages.empty(graph).actions(graph))
-    step = PagedStep(emit(program), store, jax.tree.leaves(args))
+    step = PagedStep(emit(program), store, leaves)
     return step(*args)
 
 

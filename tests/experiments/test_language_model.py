@@ -15,13 +15,16 @@ import poet_jax
 from experiments.language_model import adapters, checkpoint, files, text, train
 from experiments.language_model.generate import continued, generate
 from experiments.language_model.models import (
+    IN_RAM,
     LlamaConfig,
     loss_fn,
     make,
+    placing,
     variables,
 )
 from experiments.program import read_rows
 from poet_jax.flax import nnx as nnx_steps
+from poet_jax.update.quantization import dequantized
 
 
 @given(st.integers(2, 60), st.integers(1, 12))
@@ -213,18 +216,20 @@ def test_biases_of_a_model_without_are_refused():
     assert_three_sentences(caught.value)
 
 
-@pytest.mark.parametrize("update", ["full", "lora"])
-def test_the_program_writes_what_it_trained(update, tmp_path):
+@pytest.mark.parametrize(
+    ("update", "kept"), [("full", "--on_storage"), ("lora", "--quantize=int8")]
+)
+def test_the_program_writes_what_it_trained(update, kept, tmp_path):
     words = "A budget counts every byte of the step.\n" * 50
     (tmp_path / "words.txt").write_text(words)
-    model = make(LlamaConfig(280, 8, 1, 2, 1, 4, 16, positions=32))
+    model = make(LlamaConfig(280, 64, 1, 2, 1, 4, 16, positions=32))
     checkpoint.save(model, tmp_path / "start")
     tokenizer = text.train_tokenizer(words, 280)
     tokenizer.save(str(tmp_path / "start" / "tokenizer.json"))
     command = [sys.executable, "-m", "experiments.language_model", "--budget=90%"]
     folders = f"--checkpoint={tmp_path / 'start'}", f"--folder={tmp_path / 'run'}"
     what = f"--text={tmp_path / 'words.txt'}", f"--update={update}", "--rank=2"
-    sizes = "--steps=3", "--length=16", "--generate=3", "--prompt=every"
+    sizes = "--steps=3", "--length=16", "--generate=3", "--prompt=every", kept
     device = "--device=JETSON_TX2", "--planner=greedy"
     command += [*folders, *what, *sizes, *device]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -235,7 +240,11 @@ def test_the_program_writes_what_it_trained(update, tmp_path):
     if update == "lora":
         part = adapters.load(tmp_path / "run" / "adapters", model)
         assert len(part.adapters) == 7
-        adapters.add(model, part)
+        add, few = adapters.added(part, IN_RAM), placing("int8")
+        model = checkpoint.load(
+            tmp_path / "start",
+            place=lambda path, x: add(path, dequantized(few(path, x))),
+        )
     else:
         model = checkpoint.load(tmp_path / "run" / "model")
     after = continued(model, tokenizer, "every", 3, 0.0)
