@@ -15,19 +15,17 @@ the disk is slower: a step moves 3.1 GB.
 
 import json
 import statistics
-import subprocess
 import sys
-import time
 
 import jax
 import optax
 from absl import app, flags
-from tqdm import tqdm
 
 import poet_jax
 from experiments.benchmarks import memory
+from experiments.benchmarks.turns import steps_in_turn, train_in_turns
 from experiments.models import load_for_model, loss_fn, make_model
-from experiments.program import child, program, result_flags, write_result
+from experiments.program import program, result_flags, write_result
 from experiments.steps import in_ram
 from poet_jax.core.units import format_bytes, format_seconds
 
@@ -74,20 +72,23 @@ def train(kind: str) -> None:
     result["state_bytes"] = sum(
         x.nbytes for x in jax.tree.leaves(state) if hasattr(x, "nbytes")
     )
-    losses, seconds, rises = [], [], []
-    print("ready", flush=True)
-    for batch in batches:
-        sys.stdin.readline()  # its turn
+    losses, rises, waiting = [], [], iter(batches)
+    rise = memory.Rise()
+
+    def take() -> None:
+        nonlocal state
+        batch = next(waiting)
+        with rise.of(in_ram((state, batch))):
+            state, metrics = run(state, batch)
+            losses.append(float(metrics["loss"]))
+
+    seconds = []
+    for taken in steps_in_turn(len(batches), take):
+        seconds.append(taken)
+        rises.append(rise.last_bytes)
         if len(losses) < 2:  # the first step has compiled
             poet_jax.release()  # what it left in RAM of state on storage
             rise = memory.Rise()
-        with rise.of(in_ram((state, batch))):
-            start = time.perf_counter()
-            state, metrics = run(state, batch)
-            losses.append(float(metrics["loss"]))
-            seconds.append(time.perf_counter() - start)
-        rises.append(rise.last_bytes)
-        print(seconds[-1], flush=True)
     # The first step compiles.
     result |= {
         "losses": losses,
@@ -106,52 +107,12 @@ def train(kind: str) -> None:
     print(json.dumps(result))
 
 
-def start_child(kind: str) -> subprocess.Popen:
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        child(f"--child={kind}"), stdin=pipe, stdout=pipe, text=True
-    )
-
-
-def said(child: subprocess.Popen) -> str:
-    """The next line of a child."""
-    assert child.stdout is not None
-    line = child.stdout.readline()
-    if not line:
-        raise subprocess.CalledProcessError(child.wait(), child.args)
-    return line
-
-
-def train_in_turns(kinds: tuple[str, ...]) -> list[dict]:
-    """What each child measured; their steps take turns, as the machine's speed varies.
-
-    They plan and compile one after the other.
-    """
-    children = []
-    for kind in kinds:
-        children.append(start_child(kind))
-        said(children[-1])
-    with tqdm(total=STEPS.value, unit="step") as bar:
-        for _ in range(STEPS.value):
-            seconds = []
-            for child in children:
-                print(file=child.stdin, flush=True)
-                seconds.append(float(said(child)))
-            texts = map(format_seconds, seconds)
-            bar.set_postfix(dict(zip(kinds, texts, strict=True)))
-            bar.update()
-    results = [json.loads(said(child)) for child in children]
-    for child in children:
-        child.wait()
-    return results
-
-
 @program
 def main() -> None:
     if CHILD.value:
         train(CHILD.value)
         return
-    ours, plain = train_in_turns(("poet_jax", "jax.jit"))
+    ours, plain = train_in_turns(("poet_jax", "jax.jit"), STEPS.value)
     pairs = list(zip(ours["losses"], plain["losses"], strict=True))
     result = {
         "ratio": ours["seconds"] / plain["seconds"],

@@ -25,7 +25,6 @@ README_ROWS = (
     ("ResNet-50, batch 16", "resnet50", "50"),
     ("BERT, 6 layers", "bert6", "75"),
     ("GPT, 24 layers scanned", "gpt24", "20"),
-    ("GPT, on each of 8 devices", "full", "50"),
     ("128,000 words, loss", "vocabulary", "20"),
 )
 
@@ -87,8 +86,8 @@ def ratios(name: str, shares: Sequence[str]) -> str:
 
 
 def readme() -> str:
-    """A few steps, and one whose state does not fit."""
-    rows = rows_of("step_benchmark") | rows_of("loops") | rows_of("shards")
+    """A few steps, and two whose state does not fit."""
+    rows = rows_of("step_benchmark") | rows_of("loops")
     lines = []
     for title, model, share in README_ROWS:
         row = rows[model, share]
@@ -99,6 +98,11 @@ def readme() -> str:
     sizes = (plain["rise_bytes"], ours["budget_bytes"])
     title = "BERT-base, state in a file"
     lines.append([title, *map(format_bytes, sizes), f"{paged['ratio']:.2f}"])
+    adapted = {row["case"]: row for row in read("language_models/language_models")}
+    row = adapted["lora_1b_int4"]
+    sizes = (int(row[name]) for name in ("jit_rise_bytes", "budget_bytes"))
+    title = "LoRA of 1.1 billion, int4"
+    lines.append([title, *map(format_bytes, sizes), f"{float(row['ratio']):.2f}"])
     head = ["step", "memory of `jax.jit`", "budget", "time of `jax.jit`"]
     return markdown([head, *lines])
 
@@ -211,6 +215,23 @@ def paged_state() -> str:
         ])  # fmt: skip
     head = ["step", "state", "budget", "XLA's count", "rise", "seconds", "in, out"]
     return markdown([[*head, "waiting"], *lines])
+
+
+def language_models() -> str:
+    """Memory and speed of fine-tuning, beside `jax.jit` with all in RAM."""
+    lines = []
+    for row in read("language_models/language_models"):
+        base = row["quantize"] or "float32"
+        lines.append([
+            f"{row['size']}, {row['update']}, {base}",
+            f"{row['batch']} x {row['length']}",
+            *(size(row[x]) for x in ("jit_rise_bytes", "budget_bytes", "rise_bytes")),
+            *(row[x] for x in ("jit_tokens_per_second", "tokens_per_second")),
+            f"{float(row['ratio']):.2f}",
+        ])  # fmt: skip
+    head = ["model, update, base", "tokens", "rise of `jax.jit`", "budget", "rise"]
+    speed = ["tokens per second of `jax.jit`", "within the budget", "ratio of times"]
+    return markdown([[*head, *speed], *lines])
 
 
 def store() -> str:
@@ -436,6 +457,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "loops": lambda: points("loops", LOOP_WAYS, ("50", "20", "10", "3", "1")),
     "loop_compilers": loop_compilers,
     "paged_state": paged_state,
+    "language_models": language_models,
     "store": store,
     "hard_limit": hard_limit,
     "shapes": shapes,

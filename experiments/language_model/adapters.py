@@ -50,8 +50,8 @@ def save(part: Part, model: Model, folder: pathlib.Path | str) -> None:
     ranks = sorted({adapter.a.shape[1] for adapter in part.adapters.values()})
     if len(ranks) != 1:
         raise ValueError(
-            f"Adapters of ranks {ranks} were to be written. A file has adapters, all "
-            "of one rank. Use update=poet_jax.update.lora(8)."
+            f"The adapters have the ranks {ranks}. A file holds adapters of one rank. "
+            "Use update=poet_jax.update.lora(8)."
         )
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

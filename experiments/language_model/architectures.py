@@ -156,8 +156,8 @@ def architecture_of(config: Config) -> tuple[str, Architecture]:
         if architecture.has(config):
             return name, architecture
     raise ValueError(
-        f"The public architecture of {config} was asked for. None has both its biases "
-        "and Gemma's norms. Use qkv_bias=False or gemma=False."
+        f"{config} has no public architecture. None has both its biases and Gemma's "
+        "norms. Use qkv_bias=False or gemma=False."
     )
 
 

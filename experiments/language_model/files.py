@@ -48,8 +48,8 @@ def opened(path: pathlib.Path) -> Iterator[Any]:
         file = safe_open(path, framework="numpy")
     except SafetensorError as error:
         raise ValueError(
-            f"{path} was to be read, and is damaged: {error}. A file that is cut "
-            "short, as by a broken download, cannot be read. Fetch or write it again."
+            f"{path} is damaged: {error}. A file that is cut short, as by a broken "
+            "download, cannot be read. Fetch or write it again."
         ) from error
     with file:
         yield file
@@ -65,8 +65,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
         return json.loads(path.read_text())
     except ValueError as error:
         raise ValueError(
-            f"{path} was to be read, and is damaged: {error}. It has to be JSON. Fetch "
-            "or write it again."
+            f"{path} is damaged: {error}. It must be JSON. Fetch or write it again."
         ) from error
 
 
@@ -78,8 +77,8 @@ def write_json(path: pathlib.Path, said: dict[str, Any]) -> None:
 def _check_is_file(path: pathlib.Path) -> None:
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} was to be read, and is no file. It is part of what public "
-            "checkpoints and adapters have. Give the folder of one that has it."
+            f"{path} is not a file. Public checkpoints and adapters have it. Use the "
+            "folder of one that does."
         )
 
 
@@ -102,8 +101,8 @@ def check(found: Shapes, expected: Shapes, path: pathlib.Path, remedy: str) -> N
     said = [f"{what} {_listed(names)}" for what, names in problems.items() if names]
     if said:
         raise ValueError(
-            f"Arrays were to be read from {path}, which is {' and '.join(said)}. Names "
-            f"and shapes have to be those of the model. {remedy}"
+            f"{path} is {' and '.join(said)}. Names and shapes must be those of the "
+            f"model. {remedy}"
         )
 
 

@@ -44,16 +44,16 @@ def load_tokenizer(path: pathlib.Path) -> Tokenizer:
     """
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} was to be read, and is no file. A tokenizer is a tokenizer.json, "
-            "as public checkpoints have it. Use --tokenizer=FILE, or leave out "
-            "--checkpoint to train one on the text."
+            f"{path} is not a file. A tokenizer is a tokenizer.json, as public "
+            "checkpoints have it. Use --tokenizer=FILE, or leave out --checkpoint to "
+            "train one on the text."
         )
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises no other class
         raise ValueError(
-            f"{path} was to be read, and is no tokenizer: {error}. Use another "
-            "--tokenizer=FILE, a tokenizer.json as public checkpoints have it."
+            f"{path} is not a tokenizer: {error}. Use another --tokenizer=FILE, a "
+            "tokenizer.json as public checkpoints have it."
         ) from error
 
 
@@ -68,9 +68,9 @@ def check_fits(tokenizer: Tokenizer, length: int, config: Config) -> None:
         )
     if length > config.positions:
         raise ValueError(
-            f"Sequences of {length} tokens were asked for, and the model has "
-            f"{config.positions} positions. A token needs a position. Use --length and "
-            f"--generate of {config.positions} or less together with the prompt."
+            f"A sequence has {length} tokens, and the model has {config.positions} "
+            "positions. A token needs a position. Use --length and --generate of "
+            f"{config.positions} or less together with the prompt."
         )
 
 

@@ -42,8 +42,8 @@ def update_of(name: str, rank: int, model: Model) -> Update | None:
         return None
     if not any(path.endswith("/bias") for path in variables(model)):
         raise ValueError(
-            "Biases were to be trained, and the model has none. GPT-2 and Qwen2 have. "
-            "Use --update=lora."
+            "--update=bias needs biases, and the model has none. GPT-2 and Qwen2 have "
+            "some. Use --update=lora."
         )
     return bias_only()
 
@@ -114,9 +114,8 @@ def _check_settings(
     ]
     if different:
         raise ValueError(
-            f"The run in {path.parent} was begun with {' '.join(different)}. It "
-            "resumes with the same flags alone. Use these, or another --folder to "
-            "start anew."
+            f"The run in {path.parent} began with {' '.join(different)}. It resumes "
+            "only with the same flags. Use these, or another --folder to start anew."
         )
 
 

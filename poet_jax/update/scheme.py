@@ -126,12 +126,12 @@ class Update:
         return Part(channels, adapters, tuple(sorted(rows.items())))
 
     def quantized(self, params: Any, part: Part) -> Any:
-        """`params` whose kernels are quantized that this scheme says and `part`, made
-        by `of`, does not train.
+        """`params` with kernels that `part`, made by `of`, does not train quantized as
+        this scheme says.
 
-        A kernel is read, quantized and, if nobody else holds it, freed before the next.
-        Raises ValueError for a pattern that matches nothing, or something other than
-        a floating kernel.
+        Both are in RAM at once; where they do not fit, use `update.quantized` on each
+        kernel as it is made. Raises ValueError for a pattern that matches nothing, or
+        something other than a floating kernel.
         """
         leaves = dict(named(params))
         kinds: dict[str, str] = {}

@@ -112,7 +112,7 @@ def test_adapters_of_another_model_are_refused(tmp_path):
     with pytest.raises(ValueError, match="without base_model.*q_proj.lora_B"):
         adapters.load(tmp_path, model)
     (tmp_path / "adapter_config.json").unlink()
-    with pytest.raises(FileNotFoundError, match="is no file"):
+    with pytest.raises(FileNotFoundError, match="is not a file"):
         adapters.load(tmp_path, model)
 
 

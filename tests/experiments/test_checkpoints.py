@@ -313,7 +313,7 @@ def test_a_file_that_is_missing_or_cut_short_is_named(name, tmp_path):
             checkpoint.load(tmp_path)
         assert str(path) in str(caught.value)
     path.unlink()
-    with pytest.raises(FileNotFoundError, match="is no file") as caught:
+    with pytest.raises(FileNotFoundError, match="is not a file") as caught:
         checkpoint.load(tmp_path)
     assert_three_sentences(caught.value, path)
 

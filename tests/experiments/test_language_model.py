@@ -75,11 +75,11 @@ def test_a_tokenizer_that_does_not_fit_is_refused(tmp_path):
         text.check_fits(tokenizer, 16, TINY)
     assert_three_sentences(caught.value)
     path = tmp_path / "tokenizer.json"
-    with pytest.raises(FileNotFoundError, match="is no file") as caught:
+    with pytest.raises(FileNotFoundError, match="is not a file") as caught:
         text.load_tokenizer(path)
     assert_three_sentences(caught.value, path)
     path.write_text("{}")
-    with pytest.raises(ValueError, match="is no tokenizer") as caught:
+    with pytest.raises(ValueError, match="is not a tokenizer") as caught:
         text.load_tokenizer(path)
     assert_three_sentences(caught.value, path)
 
@@ -159,11 +159,7 @@ def losses_of(step, folder):
 @pytest.mark.usefixtures("standard_promotion")  # of a schedule of rates of optax
 @pytest.mark.parametrize(
     ("update", "optimizer", "config"),
-    [
-        ("full", "adamw", TINY),
-        ("lora", "adafactor", TINY),
-        ("bias", "adamw", TINY_GPT2),
-    ],
+    [("full", "adamw", TINY_GPT2), ("lora", "adafactor", TINY)],
 )
 def test_a_run_that_was_killed_has_the_losses_of_one_that_was_not(
     update, optimizer, config, tmp_path
@@ -190,7 +186,7 @@ def test_another_run_is_not_resumed(tmp_path):
     step = tiny_step(tmp_path, "lora")
     path = tmp_path / "state.safetensors"
     train.save_state(path, step, SETTINGS)
-    with pytest.raises(ValueError, match="was begun with --seed=0") as caught:
+    with pytest.raises(ValueError, match="began with --seed=0") as caught:
         train.load_state(path, step, SETTINGS | {"seed": 1})
     assert_three_sentences(caught.value)
     with pytest.raises(ValueError, match="without model/"):

@@ -86,6 +86,18 @@ def test_what_storage_cannot_hold_stays_in_ram():
     np.testing.assert_array_equal(np.asarray(got["w"]), expected["w"])
 
 
+def test_state_may_be_made_of_arrays_on_storage(store):
+    paged = poet_jax.to_storage({"w": X, "b": X[0]}, store, 4096)
+
+    def init(state):
+        return jax.tree.map(lambda x: (2 * x, jnp.zeros_like(x)), state)
+
+    made = poet_jax.init_paged(init, store, paged, min_bytes=4096)
+    assert_close(made, init({"w": X, "b": X[0]}))
+    assert all(isinstance(x, PagedArray) for x in made["w"])
+    np.testing.assert_array_equal(paged["w"], X)
+
+
 def test_a_folder_is_not_a_store(tmp_path):
     with pytest.raises(TypeError, match=r"poet_jax.FileStore\(folder\)"):
         poet_jax.to_storage(X, str(tmp_path), 4096)
