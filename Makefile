@@ -1,6 +1,7 @@
 # Two commands: `make demo` and `make test`. Both create .venv first if need be.
 PYTHON ?= python3
 BIN := .venv/bin
+WORKERS ?= 3
 export JAX_PLATFORMS ?= cpu
 
 .PHONY: setup demo test lint docs figures clean
@@ -9,14 +10,15 @@ setup: .venv/.installed
 
 .venv/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --editable ".[test]"
+	$(BIN)/pip install --quiet --no-compile --editable ".[test]"
 	touch $@
 
 demo: setup
 	$(BIN)/python -m experiments.demo
 
+# One worker more than cores, as some tests wait for processes of their own.
 test: setup lint docs
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 figures: setup
 	$(BIN)/python -m experiments.devices

@@ -212,10 +212,7 @@ def test_biases_of_a_model_without_are_refused():
     assert_three_sentences(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("update", "kept"), [("full", "--on_storage"), ("lora", "--quantize=int8")]
-)
-def test_the_program_writes_what_it_trained(update, kept, tmp_path):
+def test_the_program_writes_what_it_trained(tmp_path):
     words = "A budget counts every byte of the step.\n" * 50
     (tmp_path / "words.txt").write_text(words)
     model = make(LlamaConfig(280, 64, 1, 2, 1, 4, 16, positions=32))
@@ -224,25 +221,22 @@ def test_the_program_writes_what_it_trained(update, kept, tmp_path):
     tokenizer.save(str(tmp_path / "start" / "tokenizer.json"))
     command = [sys.executable, "-m", "experiments.language_model", "--budget=90%"]
     folders = f"--checkpoint={tmp_path / 'start'}", f"--folder={tmp_path / 'run'}"
-    what = f"--text={tmp_path / 'words.txt'}", f"--update={update}", "--rank=2"
-    sizes = "--steps=3", "--length=16", "--generate=3", "--prompt=every", kept
-    device = "--device=JETSON_TX2", "--planner=greedy"
+    what = f"--text={tmp_path / 'words.txt'}", "--quantize=int8", "--rank=2"
+    sizes = "--steps=3", "--length=16", "--generate=3", "--prompt=every"
+    device = "--device=JETSON_TX2", "--planner=greedy", "--on_storage"
     command += [*folders, *what, *sizes, *device]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "compiled:" in done.stdout and "\nbefore: every" in done.stdout
     losses = [float(row["loss"]) for row in read_rows(tmp_path / "run" / "losses.csv")]
     assert len(losses) == 3
-    if update == "lora":
-        part = adapters.load(tmp_path / "run" / "adapters", model)
-        assert len(part.adapters) == 7
-        add, few = adapters.added(part, IN_RAM), placing("int8")
-        model = checkpoint.load(
-            tmp_path / "start",
-            place=lambda path, x: add(path, dequantized(few(path, x))),
-        )
-    else:
-        model = checkpoint.load(tmp_path / "run" / "model")
+    part = adapters.load(tmp_path / "run" / "adapters", model)
+    assert len(part.adapters) == 7
+    add, few = adapters.added(part, IN_RAM), placing("int8")
+    model = checkpoint.load(
+        tmp_path / "start",
+        place=lambda path, x: add(path, dequantized(few(path, x))),
+    )
     after = continued(model, tokenizer, "every", 3, 0.0)
     assert f"\nafter: {after}\n" in done.stdout
     rows = text.pack(tokenizer.encode(words).ids, 16)
