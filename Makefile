@@ -1,7 +1,6 @@
 # Two commands: `make demo` and `make test`. Both create .venv first if need be.
 PYTHON ?= python3
 BIN := .venv/bin
-WORKERS ?= 3
 export JAX_PLATFORMS ?= cpu
 
 .PHONY: setup demo test lint docs figures clean
@@ -16,9 +15,8 @@ setup: .venv/.installed
 demo: setup
 	$(BIN)/python -m experiments.demo
 
-# One worker more than cores, as some tests wait for processes of their own.
 test: setup lint docs
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 figures: setup
 	$(BIN)/python -m experiments.devices
