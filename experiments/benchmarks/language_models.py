@@ -60,7 +60,7 @@ CASES = {
     "full_125m": Case("125m", "full", None, 1, 1024, "768MiB"),
 }
 ONLY = flags.DEFINE_list("cases", list(CASES), "Cases that are measured.")
-STEPS = flags.DEFINE_integer("steps", 6, "Steps of each, of which the first compiles.")
+STEPS = flags.DEFINE_integer("steps", 6, "Steps of each; the first compiles.")
 TIME_LIMIT = flags.DEFINE_float("time_limit", 20.0, "Seconds for the planner.")
 CHILD = flags.DEFINE_string("child", None, "For the program's own children.")
 result_flags("language_models")

@@ -85,7 +85,9 @@ STEPS = flags.DEFINE_integer("steps", 100, "Steps to train for.", lower_bound=1)
 SAVE_EVERY = flags.DEFINE_integer("save_every", 50, "Steps between states on disk.", 1)
 SEED = flags.DEFINE_integer("seed", 0, "Seed of parameters and batches.")
 FOLDER = flags.DEFINE_string(
-    "folder", "outputs/language_model", "Folder for what is written and resumed from."
+    "folder",
+    "outputs/language_model",
+    "Folder for results, and for the state to resume from.",
 )
 PROMPT = flags.DEFINE_string("prompt", "The value of", "Text to continue.")
 GENERATE = flags.DEFINE_integer(

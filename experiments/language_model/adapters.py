@@ -20,7 +20,7 @@ from poet_jax.update.part import Adapter, Part
 
 ARRAYS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 DEFAULT = 8  # of r and of lora_alpha
-# Options of adapter_config.json that change what is computed, with what we compute.
+# Options of adapter_config.json that change the result, and the values supported.
 OPTIONS = {
     "use_dora": False,
     "use_rslora": False,

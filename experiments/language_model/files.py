@@ -88,7 +88,7 @@ def shapes(file: Any) -> dict[str, tuple[int, ...]]:
 
 
 def check(found: Shapes, expected: Shapes, path: pathlib.Path, remedy: str) -> None:
-    """Raises ValueError that names what is missing, extra or misshapen in a file."""
+    """Raise ValueError, naming them, if arrays are missing, extra or misshapen."""
     problems = {
         "without": sorted(expected.keys() - found.keys()),
         "with the unknown": sorted(found.keys() - expected.keys()),

@@ -66,7 +66,7 @@ def _layer_norm(config: GPT2Config, *, dtype: Any, rngs: nnx.Rngs) -> nnx.LayerN
 
 
 class GPT2Layer(nnx.Module):
-    """Attention and an MLP, each of what is normalised before."""
+    """Attention and an MLP, each after a norm."""
 
     def __init__(self, config: GPT2Config, *, dtype: Any, rngs: nnx.Rngs):
         self.ln_1 = _layer_norm(config, dtype=dtype, rngs=rngs)

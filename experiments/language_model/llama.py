@@ -127,7 +127,7 @@ class LlamaMLP(nnx.Module):
 
 
 class LlamaLayer(nnx.Module):
-    """Attention and an MLP, each of what is normalised before."""
+    """Attention and an MLP, each after a norm."""
 
     def __init__(self, config: LlamaConfig, *, dtype: Any, rngs: nnx.Rngs):
         self.input_layernorm = RMSNorm(config, dtype=dtype)

@@ -62,7 +62,7 @@ def empty(config: Config, dtype: Any = jnp.float32) -> Model:
 def make(
     config: Config, seed: int = 0, dtype: Any = jnp.float32, place: Place = IN_RAM
 ) -> Model:
-    """A model with random parameters, of which one at a time is in RAM as a float.
+    """A model with random parameters; only one at a time is in RAM as a float.
 
     Matrices are normal with deviation 0.02, as in GPT-2.
     """

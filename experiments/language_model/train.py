@@ -26,7 +26,7 @@ from poet_jax.update.part import EVERYTHING
 UPDATES = {"lora": 5e-4, "full": 5e-5, "bias": 1e-3}
 FIRST_RATE = 2e-3  # of a model at random
 OPTIMIZERS = {"adamw": optax.adamw, "adafactor": optax.adafactor}
-# Matrices of layers, which are numbered; not that of the head.
+# Matrices of the numbered layers; the head has none of these.
 ADAPTED = "*/*/**/kernel"
 COLUMNS = ("step", "loss", "seconds")
 

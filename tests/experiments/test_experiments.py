@@ -381,10 +381,10 @@ def test_the_step_benchmark_measures_a_step_beside_jit(tmp_path):
 
 
 def test_small_steps_are_measured_in_the_least_memory(tmp_path):
-    flags = ("--models=cnn", "--seconds=0", "--time_limit=2")
+    flags = ("--models=gru_scan", "--seconds=0", "--time_limit=2")
     run_module("benchmarks.small_steps", tmp_path, *flags, "--shares=least")
     (row,) = rows_of(tmp_path / "small_steps.csv")
-    assert (row["model"], row["share"]) == ("cnn", "least")
+    assert (row["model"], row["share"]) == ("gru_scan", "least")
     assert int(row["compiled_bytes"]) <= int(row["budget_bytes"])
     assert int(row["budget_bytes"]) < int(row["keep_all_bytes"])
     assert float(row["loss_difference"]) < 1e-4
