@@ -8,7 +8,7 @@ import hypothesis
 import jax
 import optax
 import pytest
-from strategies import EXAMPLES
+from strategies import EXAMPLES, GATE
 
 import poet_jax
 
@@ -17,7 +17,7 @@ hypothesis.settings.register_profile(
     derandomize=True,
     database=None,
     deadline=None,
-    max_examples=EXAMPLES,
+    max_examples=round(GATE * EXAMPLES),
     suppress_health_check=[
         hypothesis.HealthCheck.too_slow,
         hypothesis.HealthCheck.data_too_large,

@@ -4,6 +4,7 @@ planners are held against."""
 import dataclasses
 import heapq
 import itertools
+import math
 
 import hypothesis
 import jax
@@ -19,12 +20,13 @@ from poet_jax.planners.planner import floor_bytes, keep_everything
 
 DEVICE = poet_jax.devices.RASPBERRY_PI_4
 EXAMPLES = 35  # of a law that does not say how many
+GATE = 0.5  # the share of them that the gate tries
 
 
 def examples(count):
     """Settings of so many examples, in proportion to those of the profile."""
     profile = hypothesis.settings.default.max_examples
-    return hypothesis.settings(max_examples=count * profile // EXAMPLES)
+    return hypothesis.settings(max_examples=math.ceil(count * profile / EXAMPLES))
 
 
 def solvers(**options):

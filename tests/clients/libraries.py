@@ -122,14 +122,14 @@ def linen_layers_in_a_scan():
         def __call__(self, x, _):
             # The gradient of a key's bias is rounding alone, which Adam amplifies.
             y = nn.SelfAttention(2, use_bias=False)(nn.LayerNorm()(x))
-            return x + nn.Dense(16)(nn.gelu(nn.Dense(32)(x + y))), None
+            return x + nn.Dense(16)(nn.gelu(x + y)), None
 
     class Net(nn.Module):
         @nn.compact
         def __call__(self, tokens):
             x = nn.Embed(32, 16)(tokens)
             layers = nn.scan(
-                nn.remat(Layer), {"params": 0}, split_rngs={"params": True}, length=3
+                nn.remat(Layer), {"params": 0}, split_rngs={"params": True}, length=2
             )
             x, _ = layers()(x, None)
             return nn.Dense(32)(x)
@@ -156,7 +156,7 @@ def train_state_with_dynamic_scale_in_float16():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            for _ in range(3):
+            for _ in range(2):
                 x = nn.relu(nn.Dense(32, dtype=jnp.float16)(x))
             return nn.Dense(4, dtype=jnp.float16)(x)
 

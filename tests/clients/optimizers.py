@@ -10,7 +10,7 @@ BATCHES = [(normal(128, 16, seed=n), normal(128, 8, seed=n + 9)) for n in (1, 2,
 
 
 def parameters():
-    sizes = (16, 24, 24, 8)
+    sizes = (16, 24, 8)
     return [
         {"w": normal(*shape, seed=n) / shape[0] ** 0.5, "b": jnp.zeros(shape[1])}
         for n, shape in enumerate(zip(sizes[:-1], sizes[1:], strict=True))

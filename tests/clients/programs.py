@@ -196,7 +196,7 @@ def stochastic_variational_inference():
 @client
 def a_vae_whose_epoch_is_a_fori_loop():
     optimizer = optax.adam(1e-3)
-    data = jax.nn.sigmoid(normal(96, 20, seed=6))
+    data = jax.nn.sigmoid(normal(64, 20, seed=6))
 
     def loss(params, x, key):
         mean, log_scale = jnp.split(mlp(params["encoder"], x), 2, axis=-1)
@@ -215,7 +215,7 @@ def a_vae_whose_epoch_is_a_fori_loop():
             updates, opt_state = optimizer.update(gradients, opt_state)
             return optax.apply_updates(params, updates), opt_state, key, total + value
 
-        *state, total = lax.fori_loop(0, 3, body, (*state, jnp.float32(0)))
+        *state, total = lax.fori_loop(0, 2, body, (*state, jnp.float32(0)))
         return tuple(state), total
 
     keys = jax.random.split(KEY)

@@ -124,9 +124,7 @@ def test_a_file_that_is_no_profile_is_refused(text, culprit, tmp_path):
         poet_jax.DeviceProfile.load(path)
 
 
-@pytest.mark.parametrize("backend", ["cpu", "gpu"])
-def test_this_machine_is_calibrated_once_and_kept(backend, tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+def test_this_machine_is_calibrated_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     poet_jax.host.cache_clear()
     first = poet_jax.host()
@@ -140,9 +138,14 @@ def test_this_machine_is_calibrated_once_and_kept(backend, tmp_path, monkeypatch
     poet_jax.host.cache_clear()
 
 
-@pytest.mark.parametrize("counts", [None, {"bytes_limit": 0}, {"bytes_limit": 7}])
-def test_a_memory_without_a_limit_is_the_systems(counts, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("backend", "counts"), [("cpu", {"bytes_limit": 0}), ("gpu", {"bytes_limit": 7})]
+)
+def test_a_memory_without_a_limit_is_the_systems(
+    backend, counts, tmp_path, monkeypatch
+):
     device = types.SimpleNamespace(memory_stats=lambda: counts)
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     poet_jax.host.cache_clear()

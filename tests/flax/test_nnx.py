@@ -39,7 +39,7 @@ class Block(nnx.Module):
 class ResNet(nnx.Module):
     def __init__(self, rngs):
         self.stem = nnx.Conv(3, 4, (3, 3), rngs=rngs)
-        self.blocks = nnx.List([Block(4, rngs) for _ in range(2)])
+        self.blocks = nnx.List([Block(4, rngs)])
         self.head = nnx.Linear(4, 3, rngs=rngs)
 
     def __call__(self, x):
@@ -64,11 +64,11 @@ class Layer(nnx.Module):
 
 
 class Transformer(nnx.Module):
-    """Two layers with Dropout; the embedding is the output projection too."""
+    """A layer with Dropout; the embedding is the output projection too."""
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(16, 8, rngs=rngs)
-        self.layers = nnx.List([Layer(8, rngs) for _ in range(2)])
+        self.layers = nnx.List([Layer(8, rngs)])
 
     def __call__(self, tokens):
         x = self.embed(tokens)

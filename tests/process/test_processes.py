@@ -7,14 +7,11 @@ import socket
 import subprocess
 import sys
 
-import pytest
-
 PROGRAM = pathlib.Path(__file__).with_name("two_processes.py")
 
 
-@pytest.fixture(scope="module")
 def printed():
-    """What two processes that train together print."""
+    """What each of two processes that train together prints."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = str(free.getsockname()[1])
@@ -34,18 +31,13 @@ def printed():
     return [json.loads(output.splitlines()[-1]) for output, _ in outputs]
 
 
-def test_all_processes_have_the_plan_of_the_first(printed):
-    """Which alone plans; values and bytes are checked there."""
-    first, second = printed
+def test_all_processes_have_the_plan_and_the_errors_of_the_first():
+    """Which alone plans; values and bytes are checked there. A process of the test's
+    own is not shared, so one test asks for all of it."""
+    first, second = printed()
     assert first == second
     assert first["again"] > 0
-
-
-def test_a_budget_that_is_too_small_is_so_in_all_processes(printed):
-    name, smallest_bytes = printed[1]["too small"]
-    assert name == "BudgetTooSmall"
-    assert smallest_bytes > 0
-
-
-def test_an_error_that_cannot_be_sent_ends_all_processes_with_its_words(printed):
-    assert printed[0]["fails"][0] == printed[1]["fails"][0] == "RuntimeError"
+    name, smallest_bytes = second["too small"]
+    assert name == "BudgetTooSmall" and smallest_bytes > 0
+    # An error that cannot be sent is told in its words.
+    assert second["fails"][0] == "RuntimeError"

@@ -322,8 +322,7 @@ def test_embeddings_from_storage_are_the_same(
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("trained", [False, True])
-def test_a_table_larger_than_the_budget_is_an_embedding(trained):
+def test_a_table_larger_than_the_budget_is_an_embedding():
     """Of nnx: its rows are gathered and its gradient is applied block by block."""
     store = poet_jax.HostStore()
     optimizer = optax.adam(1e-2)
@@ -336,8 +335,6 @@ def test_a_table_larger_than_the_budget_is_an_embedding(trained):
         def loss(params):
             return jnp.square(nnx.merge(graphdef, params)(ids)).mean()
 
-        if not trained:
-            return state, loss(params)
         value, gradient = jax.value_and_grad(loss)(params)
         updates, moments = optimizer.update(gradient, moments, params)
         return (optax.apply_updates(params, updates), moments), value
