@@ -224,9 +224,9 @@ class _Unroller(Splicer):
         stacks, taken = self.stacks(), {*graph.arguments, *self.constants}
 
         def own(value: int) -> int:
-            """What an output is now, in memory of its own."""
+            """What an output is now, in memory of its own unless it never had any."""
             now = self.whole(value)
-            if isinstance(now, Literal) or now in taken:
+            if now != value and (isinstance(now, Literal) or now in taken):
                 (now,) = self.add(graph.values[value].name, False, jnp.copy, [now])
             taken.add(now)
             return now

@@ -111,6 +111,25 @@ def test_pieces_compute_what_the_loop_computes(options, way):
     assert_close(results, jax.jit(step)(*args))
 
 
+def test_an_argument_on_storage_that_a_loop_reads_and_the_step_returns_stays_there():
+    """As frozen kernels do, in each of several microbatches."""
+    store = poet_jax.HostStore()
+    w, x = poet_jax.to_storage(jnp.ones((256, 256)), store, 1), jnp.ones((4, 512, 256))
+
+    def step(w, x):
+        return w, lax.scan(lambda sums, row: (sums + row @ w, None), x[0], x)[0]
+
+    scheduled = poet_jax.schedule(
+        step,
+        "100%",
+        donate_argnums=0,
+        **OPTIONS | {"executor": poet_jax.HostExecutor(store)},
+    )
+    after, _ = scheduled(w, x)
+    assert after is w and not w.is_deleted()
+    assert scheduled.last_run.bytes_paged_out == 0
+
+
 @examples(5)
 @given(options=options, way=st.sampled_from(sorted(WAYS)), share=st.integers(0, 100))
 def test_a_step_in_pieces_computes_within_its_budget_what_jit_computes(
