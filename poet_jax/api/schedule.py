@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 
 import jax
 from jax import export
@@ -293,6 +293,7 @@ class Target:
       is_rewritten: whether passes made stages faster than `whole`, so that they run
         where they fit.
       processes: that run the step together, and so have to have one plan.
+      refinable: passes that can cut the graph finer; see `compile_within`.
     """
 
     build: Callable[[Program], Step | PagedStep]
@@ -301,6 +302,7 @@ class Target:
     in_stages: bool = False
     is_rewritten: bool = False
     processes: Processes = Processes()
+    refinable: Set[str] = frozenset()
 
 
 def make_schedule(
@@ -450,7 +452,14 @@ class _Compilation:
             first = facts["allowed"], facts["stage_bytes"]
         target = self.target
         fitted = compile_within(
-            graph, costs, planner, self.limits, target.build, target.scratch, first
+            graph,
+            costs,
+            planner,
+            self.limits,
+            target.build,
+            target.scratch,
+            first,
+            target.refinable,
         )
         facts |= {"allowed": fitted.allowed, "stage_bytes": fitted.stage_bytes}
         if cache is not None and not fitted.plan.statistics.get("interrupted"):

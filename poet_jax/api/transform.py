@@ -247,12 +247,15 @@ class Scheduled:
     def _fitting(self, key, jitted, args, kwargs, traced: Graph) -> Schedule:
         """A schedule that fits, with loops and large values cut finer if need be."""
         passes, best = self.passes, None
+        best_passes = passes
         options: dict[str, dict[str, int]] = {}
+        refinable = frozenset(name for name, cut in CUTS.items() if cut in passes)
         budget = self.budget_for(*args, **kwargs)
         while True:
             graph, costs = self._priced(key, args, kwargs, traced, passes)
             graph, problem = pageable(graph, self._jit_options)
             target = self._target(key, jitted, args, kwargs, traced, graph, costs)
+            target = dataclasses.replace(target, refinable=refinable)
             try:
                 with eval_context(), noting(problem):
                     return make_schedule(
@@ -266,11 +269,14 @@ class Scheduled:
                     )
             except BudgetTooSmall as error:
                 failed = error
+            finer = {n: x for n, x in failed.finer.items() if n in refinable}
             if best is None or failed.smallest_bytes < best.smallest_bytes:
-                best = failed
-            finer = {n: x for n, x in failed.finer.items() if CUTS[n] in self.passes}
-            if best is not failed or not finer:
-                raise best
+                best, best_passes = failed, passes
+            if not refinable or (best is failed and not finer):
+                raise failed
+            if best is not failed:  # it is compiled, which tells what it needs
+                passes, refinable = best_passes, frozenset()
+                continue
             for name, option in finer.items():
                 options.setdefault(name, {}).update(option)
             cuts = {CUTS[name]: x for name, x in options.items()}

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,8 @@ EASE = 0.05
 # Of what a plan gives up, XLA's arena gives up so much: it packs less well the more is
 # moved and made again.
 SAVED = 0.5
+# What a plan needs over the budget, so that no compiler makes up for it.
+HOPELESS = 1.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +68,7 @@ def compile_within(
     build: Callable[[Program], Any],
     scratch: Sequence[int],
     first: tuple[int, int] | None = None,
+    refinable: Set[str] = frozenset(),
 ) -> Fitted:
     """A plan whose compiled step needs at most the budget.
 
@@ -76,9 +79,11 @@ def compile_within(
 
     `build` compiles a program whose runs are stages. `scratch` [N] is what libraries
     allocate for each node without XLA's knowledge. `first` is (allowed, stage_bytes) to
-    begin with, of what fitted in an earlier process.
+    begin with, of what fitted in an earlier process. `refinable` are passes that can
+    cut the graph finer: where the leanest plan is far above the budget and one of them
+    would help, BudgetTooSmall is raised without compiling that plan.
     """
-    fitting = _Fitting(graph, costs, planner, budget, build, scratch)
+    fitting = _Fitting(graph, costs, planner, budget, build, scratch, refinable)
     for plan, allowed, stage_bytes in fitting.attempts(first):
         step = fitting.compiled(plan, stage_bytes)
         if fitting.excess_bytes <= 0:
@@ -93,6 +98,7 @@ class _Fitting:
       compilations: how many there were.
       compiled_bytes: what the last one needs in RAM.
       leanest: the plan of least memory that the planner named; None before that.
+      refused: the planner's latest error.
       smallest_bytes, least_bytes: what it needs, and what every plan needs.
     """
 
@@ -104,8 +110,10 @@ class _Fitting:
         budget: Budget,
         build: Callable[[Program], Any],
         scratch: Sequence[int],
+        refinable: Set[str],
     ):
         self.graph, self.budget, self.build = graph, budget, build
+        self.refinable = refinable
         self.planner = BasePlanner.of(planner)
         self.limit = budget.memory_bytes
         self.seen, self.costs = as_allocated(graph, costs, scratch)
@@ -113,6 +121,7 @@ class _Fitting:
         self.compilations = self.compiled_bytes = 0
         self.has_planned = False
         self.leanest: Plan | None = None
+        self.refused: BudgetTooSmall | None = None
         self.smallest_bytes = self.least_bytes = 0
 
     @property
@@ -149,6 +158,12 @@ class _Fitting:
             return
         assert self.leanest is not None
         least = self.judged(self.leanest).usage.peak_bytes
+        if (
+            self.refused is not None
+            and not self.refinable.isdisjoint(self.refused.finer)
+            and least > HOPELESS * self.limit
+        ):
+            raise self.refused
         eased = least + int(EASE * max(0, least - self.held_bytes))
         if least < eased and (plan := self.planned(eased)) is not None:
             yield plan, eased, 0
@@ -184,6 +199,7 @@ class _Fitting:
             if self.leanest is None or error.smallest_bytes < self.smallest_bytes:
                 self.leanest, self.smallest_bytes = error.plan, error.smallest_bytes
             self.least_bytes = max(self.least_bytes, error.least_bytes)
+            self.refused = error
             return None
         return plan
 
