@@ -172,8 +172,6 @@ def source(equation: Equation, index: Index, dims: Sequence[int]) -> Index:
     if math.prod(old) == 1:
         return Index(index.rank, (zero,) * len(old), zero)
     if name in ("reshape", "squeeze", "expand_dims"):
-        if params.get("dimensions") is not None and name == "reshape":
-            raise NotImplementedError
         long = [size for size in shape if size != 1]
         if index.forms is not None and long == [size for size in old if size != 1]:
             kept = iter(

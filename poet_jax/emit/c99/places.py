@@ -260,7 +260,7 @@ def scatter(lowering: Lowering, equation: Equation) -> None:
     params = equation.params
     numbers = params["dimension_numbers"]
     array, indices, updates = equation.operand_shapes
-    kind = equation.primitive.name.replace("_", "-").partition("-")[2] or "set"
+    kind = equation.primitive.name.partition("-")[2] or "set"
     if kind == "set":
         combine = "set" if array.dtype.itemsize == 4 else "set_bytes"
         if array.dtype.itemsize not in (1, 4):
@@ -389,13 +389,8 @@ RULES = {
     "dynamic_slice": dynamic_slice,
     "dynamic_update_slice": dynamic_update_slice,
     "gather": gather,
-    **{
-        f"scatter{sign}": scatter
-        for sign in (
-            "",
-            *(f"{x}{k}" for x in "-_" for k in ("add", "mul", "max", "min")),
-        )
-    },
+    "scatter": scatter,
+    **{f"scatter-{kind}": scatter for kind in ("add", "mul", "max", "min")},
     **{f"reduce_window_{kind}": reduce_window for kind in ("sum", "max", "min")},
     "select_and_scatter_add": select_and_scatter,
     "threefry2x32": threefry,

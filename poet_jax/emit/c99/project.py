@@ -18,6 +18,7 @@ from poet_jax.core.simulate import Usage
 from poet_jax.core.units import format_bytes
 from poet_jax.emit.c99 import sources
 from poet_jax.emit.c99.buffers import Unsupported
+from poet_jax.emit.c99.expanding import expanded
 from poet_jax.emit.c99.offsets import Arena, place
 from poet_jax.emit.c99.programs import Steps, page_slots, steps_of, unsupported
 
@@ -28,8 +29,6 @@ FILES = ("kernels.h", "kernels.c", "functions.c", "main.c", "CMakeLists.txt")
 class Scheduled(Protocol):
     """A schedule, as `emit.c` reads it."""
 
-    @property
-    def graph(self) -> Graph: ...
     @property
     def program(self) -> Program: ...
     @property
@@ -48,6 +47,7 @@ class Project:
       constant_bytes: frozen arrays and constants in flash.
       state_bytes: initial values of the state, in flash.
       page_bytes: storage that the board needs.
+      largest_page_bytes: of the largest array there.
       pages: how many arrays lie there.
     """
 
@@ -58,6 +58,7 @@ class Project:
     constant_bytes: int
     state_bytes: int
     page_bytes: int
+    largest_page_bytes: int
     pages: int
 
     def __str__(self) -> str:
@@ -86,7 +87,7 @@ def c(
     if the plan pages. `main.c` runs one step and compares it with JAX's.
 
     Args:
-      schedule: of `Scheduled.plan`, or of `Scheduled.plan_elsewhere`, which compiles
+      schedule: of `Scheduled.plan`, or of `Scheduled.plan_for_board`, which compiles
         nothing here.
       folder: is made; files of an earlier project are written over.
       arguments: of the function, as for a call: the state's first value, and a batch
@@ -98,14 +99,16 @@ def c(
     ValueError for a program on several devices, a board that does not suffice, and for
     `flash_argnums` that the step replaces.
     """
-    graph, program = schedule.graph, schedule.program
+    program = expanded(schedule.program)
+    graph = program.graph
     _refuse(graph, program)
     leaves = _leaves(graph, arguments)
     flash = _flash(graph, leaves, flash_argnums)
     flash_bytes = sum(graph.values[v].nbytes for v in flash)
     plan_bytes = schedule.usage.peak_bytes - flash_bytes
     steps, arena = _fitted(program, flash, plan_bytes)
-    page_bytes = sum(_page_sizes(graph, steps.slots).values())
+    pages = _page_sizes(graph, steps.slots)
+    page_bytes = sum(pages.values())
     if board is not None:
         _refuse_board(board, arena.nbytes, page_bytes)
     project = Project(
@@ -116,7 +119,8 @@ def c(
         flash_bytes,
         sum(graph.values[v].nbytes for v in graph.arguments if v in graph.donated),
         page_bytes,
-        len(set(steps.slots.values())),
+        max(pages.values(), default=0),
+        len(pages),
     )
     expected = jax.jit(graph)(*leaves)
     texts = sources.written(graph, steps, arena, project, leaves, expected)
@@ -240,11 +244,12 @@ def _leaves(graph: Graph, arguments: Sequence[Any] | None) -> list[np.ndarray]:
     given = [(x.shape, str(x.dtype)) for x in leaves]
     planned = [(x.shape, str(x.dtype)) for x in avals]
     if given != planned:
-        wrong = [f"{b} in place of {a}" for a, b in zip(planned, given) if a != b]
+        pairs = zip(planned, given, strict=False)
+        wrong = [f"{b} in place of {a}" for a, b in pairs if a != b]
         raise ValueError(
             f"The arguments are {len(given)} arrays, and the plan is for "
-            f"{len(planned)}; of other types are {', '.join(wrong[:3]) or 'none'}. Give "
-            "arguments=(...) as the step is called, or plan again for these."
+            f"{len(planned)}; of other types are {', '.join(wrong[:3]) or 'none'}. "
+            "Give arguments=(...) as the step is called, or plan again for these."
         )
     return leaves
 

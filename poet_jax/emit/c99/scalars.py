@@ -17,17 +17,18 @@ Rule = Callable[[dict[str, Any], Sequence[str], Sequence[str]], str]
 def constant(value: Any) -> str:
     """A number, as C has it."""
     array = np.asarray(value)
-    if array.dtype == np.float32:
+    if array.dtype.kind == "f":
+        array = np.float32(value)
         if np.isnan(array):
             return "poet_nan()"
         if np.isinf(array):
             return "poet_infinity()" if array > 0 else "(-poet_infinity())"
-        text = repr(float(array))
-        shortest = np.format_float_scientific(array, unique=True, trim="0")
-        text = min(text, shortest, key=len) if float(array) else text
+        plain = np.format_float_positional(array, unique=True, trim="0")
+        scientific = np.format_float_scientific(array, unique=True, trim="0")
+        text = min(plain, scientific, key=len)
         return f"({text}f)" if text.startswith("-") else f"{text}f"
     number = int(array)
-    if array.dtype.kind == "u":
+    if array.dtype.kind == "u" or number >= 2**31:
         return f"{number}u"
     if number == -(2**31):
         return "INT32_MIN"
@@ -131,7 +132,7 @@ def _pow(params: dict[str, Any], args: Sequence[str], dtypes: Sequence[str]) -> 
 
 
 def _shifted(text: str) -> Rule:
-    """A shift, whose result is `beyond` for one of as many bits as there are or more."""
+    """A shift: no bit is left after one of as many bits as there are."""
 
     def rule(params: dict[str, Any], args: Sequence[str], dtypes: Sequence[str]) -> str:
         bits = 8 * np.dtype(dtypes[0]).itemsize
@@ -140,9 +141,7 @@ def _shifted(text: str) -> Rule:
         c_type = C_TYPES[dtypes[0]]
         if text == "arithmetic":
             at_most = f"(uint32_t){y} < {bits}u ? (uint32_t){y} : {bits - 1}u"
-            if dtypes[0].startswith("u"):
-                return f"(uint32_t){y} < {bits}u ? ({c_type})({x} >> {y}) : 0u"
-            return f"({c_type})poet_shift_right({x}, {at_most})"
+            return f"({c_type})poet_shift_right((int{bits}_t){x}, {at_most})"
         moved = f"(uint32_t)({unsigned}){x} {text} ((uint32_t){y} & 31u)"
         return f"({c_type})((uint32_t){y} < {bits}u ? {moved} : 0u)"
 

@@ -39,18 +39,26 @@ def written(
 
 def numbers(array: np.ndarray) -> Iterable[str]:
     """Lines with the elements of an array, as C has them."""
+    flat = np.ravel(array)
+    if array.dtype == np.float32:
+        texts = [_float_text(x) for x in flat.tolist()]
+    else:
+        texts = [constant(x) for x in flat]
     line = ""
-    for x in np.ravel(array):
-        text = constant(x)
-        if array.dtype == np.float32 and "(" in text and "poet" in text:
-            # No calls in constants.
-            text = {"p": "(1e999f)", "(": "(-1e999f)"}[text[0]]
-            text = "(0.0f / 0.0f)" if np.isnan(x) else text
+    for text in texts:
         if len(line) + len(text) + 2 > WIDTH:
             yield line.rstrip()
             line = ""
         line += f"{text}, "
     yield line.rstrip()
+
+
+def _float_text(x: float) -> str:
+    """A number of a table: nine digits give back every float."""
+    text = f"{x:.9g}"
+    if "n" in text:  # what is no finite number, as a constant expression
+        return {"inf": "INFINITY", "-inf": "-INFINITY"}.get(text, "NAN")
+    return f"{text}f" if "." in text or "e" in text else f"{text}.0f"
 
 
 def array(name: str, data: np.ndarray, qualifier: str = "const") -> list[str]:
@@ -104,8 +112,8 @@ class _Text:
             offset = self.arena.offsets[moved.get(buffer, buffer)]
         if offset < 0 and value in self.steps.slots:
             page = self.steps.slots[value]
-        kind = "fiub"["fiub".index(x.dtype.kind)]
-        return f"{offset}, {page}, {x.nbytes}, {x.dtype.itemsize}, '{kind}'"
+        dtype = x.dtype
+        return f"{offset}, {page}, {x.nbytes}, {dtype.itemsize}, '{dtype.kind}'"
 
     def header(self) -> str:
         project = self.project
@@ -122,6 +130,7 @@ class _Text:
             f"#define POET_STATE_BYTES {project.state_bytes}",
             f"#define POET_PAGES {project.pages}",
             f"#define POET_PAGE_BYTES {project.page_bytes}",
+            f"#define POET_LARGEST_PAGE_BYTES {project.largest_page_bytes}",
             f"#define POET_ARGUMENTS {len(self.arguments)}",
             f"#define POET_RESULTS {len(self.results)}",
             f"#define POET_FINGERPRINT 0x{self.graph.fingerprint[:8]}u",
@@ -131,7 +140,7 @@ class _Text:
             '#error "the arena does not fit into the RAM of the board"',
             "#endif",
             "",
-            "/* The first value of the state, and one step: 0, or -1 if a page failed. */",
+            "/* The first value of the state, and a step: -1 if a page failed. */",
             "int poet_init(void);",
             "int poet_step(void);",
             "",
@@ -226,6 +235,7 @@ class _Text:
     def constants(self) -> str:
         lines = [
             "/* What never changes, and the first value of the state: in flash. */",
+            "#include <math.h>",
             "#include <stdint.h>",
             "",
         ]
@@ -256,6 +266,7 @@ class _Text:
         """One step's arguments that are not state, and its results as JAX has them."""
         lines = [
             "/* A step's arguments beside the state, and JAX's results. */",
+            "#include <math.h>",
             "#include <stdint.h>",
             "#include <stddef.h>",
             "",
