@@ -116,7 +116,7 @@ def c(
         arena.nbytes,
         plan_bytes,
         arena.floor_bytes,
-        flash_bytes,
+        _constant_bytes(steps),
         sum(graph.values[v].nbytes for v in graph.arguments if v in graph.donated),
         page_bytes,
         max(pages.values(), default=0),
@@ -276,6 +276,12 @@ def _flash(
                 )
             flash[v] = array
     return flash
+
+
+def _constant_bytes(steps: Steps) -> int:
+    """Of constants that some step reads."""
+    read = {x for step in steps.steps for x in step.reads if x.in_flash}
+    return sum(x.nbytes for x in read)
 
 
 def _page_sizes(graph: Graph, slots: dict[int, int]) -> dict[int, int]:
