@@ -69,7 +69,9 @@ def missing() -> list[str]:
     return [tool for tool in tools if shutil.which(tool) is None]
 
 
-def build(board: Board, folder: pathlib.Path, ram_bytes: int) -> tuple[pathlib.Path, int]:
+def build(
+    board: Board, folder: pathlib.Path, ram_bytes: int
+) -> tuple[pathlib.Path, int]:
     """(program, bytes of its code without constants) of a project with its examples.
 
     Raises ValueError with the linker's words if flash or RAM do not suffice.
@@ -106,7 +108,9 @@ def build(board: Board, folder: pathlib.Path, ram_bytes: int) -> tuple[pathlib.P
 def code_bytes(program: pathlib.Path) -> int:
     """Bytes of functions of a program, as its symbols have them."""
     nm = "nm" if program.name == "host" else "arm-none-eabi-nm"
-    done = subprocess.run([nm, "-S", program], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [nm, "-S", program], capture_output=True, text=True, check=True
+    )
     rows = [line.split() for line in done.stdout.splitlines()]
     return sum(int(row[1], 16) for row in rows if len(row) == 4 and row[2] in "tTwW")
 

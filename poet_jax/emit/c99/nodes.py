@@ -15,7 +15,7 @@ import numpy as np
 
 from poet_jax.core.equation import Equation, Literal
 from poet_jax.emit.c99 import nests, scalars
-from poet_jax.emit.c99.buffers import Buffer, Step, Unsupported
+from poet_jax.emit.c99.buffers import Buffer, Step, Unsupported, strides
 from poet_jax.emit.c99.index import Form, Index, NotAffine, counters
 from poet_jax.emit.c99.loops import VIRTUAL, Materialise, source
 
@@ -57,7 +57,12 @@ class Lowering:
         self._lean = lean
         self._open: nests.Pointwise | None = None
 
-    def lower(self, wanted: Collection[Any], rules: Mapping[str, Any]) -> None:
+    def lower(
+        self,
+        wanted: Collection[Any],
+        shared: Collection[Any],
+        rules: Mapping[str, Any],
+    ) -> None:
         worth = _worth_keeping(self.equations, wanted, self._lean, rules)
         for equation in self.equations:
             name = equation.primitive.name
@@ -68,7 +73,9 @@ class Lowering:
                     raise Unsupported(equation) from None
                 continue
             (result,) = equation.results
-            if result in wanted or result in self.forced or result in worth:
+            if result in shared and (found := self.same_array(equation)):
+                self.where[result] = found
+            elif result in wanted or result in self.forced or result in worth:
                 buffer = self.materialised(equation)
                 if result not in wanted and result not in self.forced:
                     self.kept[buffer] = result
@@ -140,19 +147,30 @@ class Lowering:
         flat: Form = index.linear(shape)
         return View(found, flat.coefs, flat.const)
 
+    def same_array(self, equation: Equation) -> Buffer | None:
+        """The array of an operand that has the result's elements in their order."""
+        if equation.primitive.name not in ("reshape", "squeeze", "expand_dims"):
+            return None
+        return self.gapless(equation, 0)
+
+    def gapless(self, equation: Equation, number: int) -> Buffer | None:
+        """The array that an operand is, with another shape at most."""
+        shape = equation.operand_shapes[number].shape
+        view = self.view(equation, number)
+        if view is None or view.offset or view.buffer.size != math.prod(shape):
+            return None
+        steps = zip(view.strides, strides(shape), shape, strict=True)
+        is_gapless = all(a == b or size == 1 for a, b, size in steps)
+        return view.buffer if is_gapless else None
+
     def buffer(self, equation: Equation, number: int) -> Buffer:
         """An operand as a row-major array, made now if it is computed."""
         operand, aval = equation.operands[number], equation.operand_shapes[number]
         if isinstance(operand, Literal):
             data = np.asarray(operand.value)
             return Buffer("literal", aval.shape, aval.dtype.name, data)
-        view = self.view(equation, number)
-        if view is not None and view.offset == 0:
-            gapless = Index(len(aval.shape), counters(aval.shape)).linear(aval.shape)
-            pairs = zip(view.strides, gapless.coefs, aval.shape, strict=True)
-            whole = view.buffer.size == math.prod(aval.shape)
-            if whole and all(a == b or size == 1 for a, b, size in pairs):
-                return view.buffer
+        if (same := self.gapless(equation, number)) is not None:
+            return same
         found = self.where[operand]
         if isinstance(found, Buffer):
             return found
@@ -163,11 +181,13 @@ def lower_node(
     equations: Sequence[Equation],
     known: Mapping[Any, Buffer],
     wanted: Collection[Any],
+    shared: Collection[Any],
     run: int,
     lean: Collection[Any],
     rules: Mapping[str, Any],
 ) -> Lowering:
-    """The steps of `equations` that make the values `wanted`.
+    """The steps of `equations` that make the values `wanted`; `shared` are those that
+    may be another one's array, if they have its elements in their order.
 
     `known` are the buffers of what the node reads; `lean` are inner values that are
     computed again for each reader, though that is more work.
@@ -177,7 +197,7 @@ def lower_node(
     while True:
         lowering = Lowering(equations, known, run, lean, forced)
         try:
-            lowering.lower(wanted, rules)
+            lowering.lower(wanted, shared, rules)
         except Materialise as error:
             assert error.name not in forced, "what is in memory has any index"
             forced.add(error.name)

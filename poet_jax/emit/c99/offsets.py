@@ -10,7 +10,8 @@ from poet_jax.emit.c99.buffers import Buffer, Step
 
 Span = tuple[int, int]  # first and last step, both included
 
-TRIES = 60  # of the order in which blocks are placed
+TRIES = 200  # changes of an order in which blocks are placed
+WORK = 100_000  # blocks that are placed in all, about
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -193,24 +194,43 @@ def _packed(
         sorted(blocks, key=lambda b: (-length[b], -b.nbytes)),
         sorted(blocks, key=lambda b: (b.spans[0][0], -b.nbytes)),
     ]
-    tried = [(_fill(order, neighbours), order) for order in orders]
-    best, order = min(tried, key=lambda x: _height(x[0]))
+    best: dict[_Block, int] = {}
     chance = random.Random(0)
-    for _ in range(TRIES if len(blocks) < 1000 else TRIES // 10):
-        height = _height(best)
+    rounds = max(1, WORK // max(1, len(blocks)) // TRIES)
+    for order, _ in zip(itertools.cycle(orders), range(rounds + 3), strict=False):
+        places = _improved(order, neighbours, floor_bytes, chance)
+        if not best or _height(places) < _height(best):
+            best = places
+        if _height(best) <= floor_bytes:
+            break
+    return best, _height(best)
+
+
+def _improved(
+    order: Sequence[_Block],
+    neighbours: dict[_Block, list[_Block]],
+    floor_bytes: int,
+    chance: random.Random,
+) -> dict[_Block, int]:
+    """Places of blocks in an order that is changed wherever that does not raise the
+    arena: what ends highest is placed earlier, and at times a neighbour of it, too."""
+    best = _fill(order, neighbours)
+    height = _height(best)
+    for _ in range(TRIES if len(order) <= WORK // TRIES else 0):
         if height <= floor_bytes:
             break
-        # What ends highest comes earlier, and one other changes its turn.
-        top = [b for b in order if best[b] + b.nbytes == height]
-        changed = [b for b in order if b not in top]
-        for block in (*top, chance.choice(order)):
-            if block in changed:
-                changed.remove(block)
-            changed.insert(chance.randrange(order.index(block) + 1), block)
+        top = chance.choice([b for b in order if best[b] + b.nbytes == height])
+        changed = list(order)
+        place = changed.index(top)
+        changed.insert(chance.randrange(place + 1), changed.pop(place))
+        if chance.random() < 0.5 and neighbours[top]:
+            other = chance.choice(neighbours[top])
+            changed.remove(other)
+            changed.insert(chance.randrange(len(order)), other)
         places = _fill(changed, neighbours)
         if _height(places) <= height:
-            best, order = places, changed
-    return best, _height(best)
+            best, order, height = places, changed, _height(places)
+    return best
 
 
 def _height(places: dict[_Block, int]) -> int:

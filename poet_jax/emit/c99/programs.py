@@ -88,6 +88,9 @@ class _Builder:
         self.kept: dict[Buffer, tuple[int, Any]] = {}
         self.names: dict[int, str] = {}
         self.slots = page_slots(program)
+        self.shared = set(range(len(self.graph.values))).difference(
+            self.graph.returned, self.slots
+        )
 
     def buffer(self, value: int) -> Buffer:
         x = self.graph.values[value]
@@ -138,7 +141,10 @@ class _Builder:
             if not made:
                 continue
             lean = self.lean.get(row, set())
-            lowering = lower_node(node.equations, self.known, made, row, lean, RULES)
+            shared = self.shared.intersection(made)
+            lowering = lower_node(
+                node.equations, self.known, made, shared, row, lean, RULES
+            )
             self.steps += lowering.steps
             for v in made:
                 buffer = lowering.where[v]
