@@ -243,6 +243,13 @@ def convolution(lowering: Lowering, equation: Equation) -> None:
         "out_feature": out[numbers.out_spec[1]],
         "out_step": two(of(out, numbers.out_spec), 0),
     }
+    apart, wide = fields["in_dilation"], fields["window_dilation"]
+    every = tuple(a // math.gcd(a, b) for a, b in zip(apart, wide, strict=True))
+    fields["every"] = every
+    fields["in_next"] = tuple(
+        n * b // a * step
+        for n, a, b, step in zip(every, apart, wide, fields["in_step"], strict=True)
+    )
     step = call(
         "poet_convolution",
         [lowering.result(equation)],

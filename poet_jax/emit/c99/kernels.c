@@ -59,55 +59,102 @@ void poet_dot(float *out, const float *a, const float *b, const struct poet_dot 
   } while (next_place(at, t->count, t->loops));
 }
 
-/* Up to four features of one pixel, whose windows begin at row y and column x. */
+/* The taps of a window that begins at `start` which lie on elements, not between them
+   or outside: the first one, and how many there are, each `every` taps apart. */
+struct taps {
+  int32_t first, count;
+};
+
+static struct taps taps_on(int32_t start, int axis, const struct poet_convolution *t) {
+  const int32_t step = t->window_dilation[axis], apart = t->in_dilation[axis];
+  const int32_t room = (t->in_size[axis] - 1) * apart - start;
+  struct taps found = {start < 0 ? (step - 1 - start) / step : 0, 0};
+  const int32_t limit = found.first + t->every[axis];
+  if (apart > 1)
+    while (found.first < limit && (start + found.first * step) % apart) ++found.first;
+  if (room < 0 || found.first >= limit) return found;
+  const int32_t last = poet_min_i(room / step, t->window[axis] - 1);
+  if (last >= found.first) found.count = (last - found.first) / t->every[axis] + 1;
+  return found;
+}
+
+/* s[f] += the sum over n terms of a * b, for up to four features f. */
+static void add_products(float *s, const float *a, const float *b, int32_t features,
+                         int32_t n, int32_t a_step, int32_t b_step, int32_t next) {
+  if (features == 4) {
+    float s0 = s[0], s1 = s[1], s2 = s[2], s3 = s[3];
+    for (int32_t k = 0; k < n; ++k) {
+      const float factor = a[k * a_step], *c = b + k * b_step;
+      s0 += factor * c[0];
+      s1 += factor * c[next];
+      s2 += factor * c[2 * next];
+      s3 += factor * c[3 * next];
+    }
+    s[0] = s0, s[1] = s1, s[2] = s2, s[3] = s3;
+    return;
+  }
+  for (int32_t f = 0; f < features; ++f) {
+    float sum = s[f];
+    for (int32_t k = 0; k < n; ++k) sum += a[k * a_step] * b[k * b_step + f * next];
+    s[f] = sum;
+  }
+}
+
+/* Up to four features of one pixel. */
 static void pixel(float *out, const float *in, const float *w, int32_t features,
-                  int32_t y, int32_t x, const struct poet_convolution *t) {
+                  struct taps rows, struct taps columns,
+                  const struct poet_convolution *t) {
   float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  for (int32_t i = 0; i < t->window[0]; ++i) {
-    int32_t row = y + i * t->window_dilation[0];
-    if (row < 0 || row % t->in_dilation[0]) continue;
-    row /= t->in_dilation[0];
-    if (row >= t->in_size[0]) continue;
-    for (int32_t j = 0; j < t->window[1]; ++j) {
-      int32_t column = x + j * t->window_dilation[1];
-      if (column < 0 || column % t->in_dilation[1]) continue;
-      column /= t->in_dilation[1];
-      if (column >= t->in_size[1]) continue;
-      const float *a = in + row * t->in_step[0] + column * t->in_step[1];
-      const float *b = w + i * t->w_step[0] + j * t->w_step[1];
-      if (features == 4) {
-        for (int32_t k = 0; k < t->terms; ++k) {
-          const float factor = a[k * t->in_term], *c = b + k * t->w_term;
-          s[0] += factor * c[0];
-          s[1] += factor * c[t->w_out];
-          s[2] += factor * c[2 * t->w_out];
-          s[3] += factor * c[3 * t->w_out];
-        }
-      } else {
-        for (int32_t f = 0; f < features; ++f)
-          for (int32_t k = 0; k < t->terms; ++k)
-            s[f] += a[k * t->in_term] * b[k * t->w_term + f * t->w_out];
-      }
+  const int32_t w_next = t->every[1] * t->w_step[1];
+  for (int32_t i = 0; i < rows.count; ++i) {
+    const float *a = in + i * t->in_next[0], *b = w + i * t->every[0] * t->w_step[0];
+    if (t->terms >= columns.count) {
+      for (int32_t j = 0; j < columns.count; ++j)
+        add_products(s, a + j * t->in_next[1], b + j * w_next, features, t->terms,
+                     t->in_term, t->w_term, t->w_out);
+    } else {
+      for (int32_t k = 0; k < t->terms; ++k)
+        add_products(s, a + k * t->in_term, b + k * t->w_term, features, columns.count,
+                     t->in_next[1], w_next, t->w_out);
     }
   }
   for (int32_t f = 0; f < features; ++f) out[f * t->out_feature] = s[f];
 }
 
+/* The features of one pixel in all groups. */
+static void features_at(float *out, const float *in, const float *w, struct taps rows,
+                        struct taps columns, const struct poet_convolution *t) {
+  for (int32_t group = 0; group < t->groups; ++group)
+    for (int32_t f = 0; f < t->outs; f += 4) {
+      const int32_t feature = group * t->outs + f;
+      pixel(out + feature * t->out_feature, in + group * t->in_group,
+            w + feature * t->w_out, poet_min_i(t->outs - f, 4), rows, columns, t);
+    }
+}
+
 void poet_convolution(float *out, const float *in, const float *w,
                       const struct poet_convolution *t) {
-  for (int32_t n = 0; n < t->batch; ++n)
-    for (int32_t group = 0; group < t->groups; ++group)
-      for (int32_t row = 0; row < t->out_size[0]; ++row)
-        for (int32_t column = 0; column < t->out_size[1]; ++column)
-          for (int32_t f = 0; f < t->outs; f += 4) {
-            const int32_t feature = group * t->outs + f;
-            const int32_t left = t->outs - f;
-            pixel(out + n * t->out_batch + feature * t->out_feature +
-                      row * t->out_step[0] + column * t->out_step[1],
-                  in + n * t->in_batch + group * t->in_group, w + feature * t->w_out,
-                  left < 4 ? left : 4, row * t->stride[0] - t->low[0],
-                  column * t->stride[1] - t->low[1], t);
-          }
+  for (int32_t row = 0; row < t->out_size[0]; ++row) {
+    const int32_t y = row * t->stride[0] - t->low[0];
+    const struct taps rows = taps_on(y, 0, t);
+    for (int32_t column = 0; column < t->out_size[1]; ++column) {
+      const int32_t x = column * t->stride[1] - t->low[1];
+      const struct taps columns = taps_on(x, 1, t);
+      const int empty = !rows.count || !columns.count;
+      const int32_t first[2] = {y + rows.first * t->window_dilation[0],
+                                x + columns.first * t->window_dilation[1]};
+      const int32_t from = empty ? 0
+                                 : first[0] / t->in_dilation[0] * t->in_step[0] +
+                                       first[1] / t->in_dilation[1] * t->in_step[1];
+      const int32_t tap = empty ? 0
+                                : rows.first * t->w_step[0] +
+                                      columns.first * t->w_step[1];
+      const int32_t to = row * t->out_step[0] + column * t->out_step[1];
+      for (int32_t n = 0; n < t->batch; ++n)
+        features_at(out + n * t->out_batch + to, in + n * t->in_batch + from, w + tap,
+                    rows, columns, t);
+    }
+  }
 }
 
 /* The element of an array that is at `tap` of the window at `at`; -1 outside. */

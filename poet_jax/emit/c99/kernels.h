@@ -18,11 +18,12 @@ struct poet_dot {
 };
 void poet_dot(float *out, const float *a, const float *b, const struct poet_dot *t);
 
-/* Of images with two axes, in groups of `outs` features each; both gradients, too. */
+/* Of images with two axes, in groups of `outs` features each; both gradients, too. Each
+   `every` taps of a window lie on an element, `in_next` further on. */
 struct poet_convolution {
   int32_t batch, groups, outs, terms;
   int32_t in_size[2], window[2], out_size[2], stride[2], low[2], in_dilation[2],
-      window_dilation[2];
+      window_dilation[2], every[2], in_next[2];
   int32_t in_batch, in_group, in_term, in_step[2];
   int32_t w_out, w_term, w_step[2];
   int32_t out_batch, out_feature, out_step[2];
