@@ -73,9 +73,7 @@ def planned(case: models.Case) -> Schedule:
 
 def write_examples(case: models.Case, folder: pathlib.Path) -> None:
     """The examples as bytes in flash, and what `train.c` is to do with them."""
-    low = float(case.inputs.min())
-    unit = np.float32((case.inputs.max() - low) / 255)
-    pixels = np.rint((case.inputs - low) / unit).astype(np.uint8)
+    pixels = case.pixels
     state = len(jax.tree.leaves(case.trained))
     first = state + len(jax.tree.leaves(case.frozen))
     settings = {
@@ -87,8 +85,8 @@ def write_examples(case: models.Case, folder: pathlib.Path) -> None:
         "EVERY": max(1, STEPS.value // 10),
         "SAVES": 1,
         "RATE": f"{np.float32(RATE.value):.8e}f",
-        "SCALE": f"{unit:.8e}f",
-        "OFFSET": f"{np.float32(-low):.8e}f",
+        "SCALE": f"{case.unit:.8e}f",
+        "OFFSET": f"{case.offset:.8e}f",
         "TRAIN_STATE": state,
         "TRAIN_INPUTS": f"poet_argument_{first}",
         "TRAIN_LABELS": f"poet_argument_{first + 1}",
@@ -106,15 +104,13 @@ def write_examples(case: models.Case, folder: pathlib.Path) -> None:
         text.append(f"extern const uint8_t train_{name}[];")
         text.append(f"const uint8_t train_{name}[] = {{\n{numbers}}};")
     (folder / "train_examples.c").write_text("\n".join([*text, ""]))
-    shown = pixels.astype(np.float32) * unit - np.float32(-low)
-    object.__setattr__(case, "inputs", shown.reshape(case.inputs.shape))
 
 
 def trained_by_jax(case: models.Case) -> list[np.ndarray]:
     """The weights after all steps of `jax.jit`, on the same examples."""
     step = jax.jit(case.step)
     trained = case.trained
-    turns = min(TRAINED.value, len(case.inputs)) // BATCH_SIZE.value
+    turns = min(TRAINED.value, len(case.pixels)) // BATCH_SIZE.value
     for number in range(STEPS.value):
         batch = case.batch(number % turns * BATCH_SIZE.value, BATCH_SIZE.value)
         trained, *_ = step(trained, case.frozen, *batch, jnp.float32(RATE.value))

@@ -60,7 +60,6 @@ BOARDS = {
     ),
 }
 MEMORY_BYTES = 4 * 2**20  # of flash on each board
-AN505_RAM_BYTES = 2**22
 
 
 def missing() -> list[str]:

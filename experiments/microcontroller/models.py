@@ -61,19 +61,24 @@ class Case:
     Attributes:
       step: of gradient descent; one whose rate is 0 changes nothing.
       trained, frozen: parameters.
-      inputs, labels: all examples, in the order in which they are shown.
+      pixels: uint8, inputs of all examples in the order in which they are shown.
+      unit, offset: an input is `pixels * unit - offset`.
+      labels: [E] int32.
     """
 
     step: Any
     trained: Any
     frozen: Any
-    inputs: np.ndarray
+    pixels: np.ndarray
+    unit: np.float32
+    offset: np.float32
     labels: np.ndarray
 
     def batch(self, first: int, size: int) -> tuple[jax.Array, jax.Array]:
         """So many examples from a number on, as the board takes them."""
-        rows = np.arange(first, first + size) % len(self.inputs)
-        return jnp.asarray(self.inputs[rows]), jnp.asarray(self.labels[rows])
+        rows = np.arange(first, first + size) % len(self.pixels)
+        inputs = self.pixels[rows].astype(np.float32) * self.unit - self.offset
+        return jnp.asarray(inputs), jnp.asarray(self.labels[rows])
 
     def arguments(self, size: int, rate: float) -> tuple[Any, ...]:
         """Of the first step."""
@@ -115,7 +120,10 @@ def make(name: str, part: str, examples: int, seed: int = 0) -> Case:
         return trained, value, correct
 
     frozen = {"params": parameters, "others": variables}
-    return Case(step, trained, frozen, inputs, labels)
+    offset = np.float32(-inputs.min())
+    unit = np.float32((inputs.max() + offset) / 255)
+    pixels = np.rint((inputs + offset) / unit).astype(np.uint8)
+    return Case(step, trained, frozen, pixels, unit, offset, labels)
 
 
 def _model(family: str, text: str, name: str, dataset: Dataset, seed: int) -> Any:
