@@ -40,6 +40,7 @@ DEVICE = flags.DEFINE_string("device", "STM32H7", "Profile that prices the plan.
 RAM = flags.DEFINE_string("ram", "4MiB", "RAM of the boards, for arena and stack.")
 STEPS = flags.DEFINE_integer("steps", 10, "Training steps.", 1)
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Examples of a step.", 1)
+SHRINK = flags.DEFINE_integer("shrink", 1, "Pixels a side of which one is made.", 1)
 EXAMPLES = flags.DEFINE_integer("examples", 1600, "Examples in flash.", 1)
 TRAINED = flags.DEFINE_integer("trained", 1280, "Of these, those trained on.", 1)
 RATE = flags.DEFINE_float("learning_rate", 0.2, "Of gradient descent.")
@@ -148,7 +149,7 @@ def asked_boards() -> list[str]:
 @program
 def main() -> None:
     names = asked_boards()
-    case = models.make(MODEL.value, UPDATE.value, EXAMPLES.value)
+    case = models.make(MODEL.value, UPDATE.value, EXAMPLES.value, SHRINK.value)
     schedule = planned(case)
     name = f"{MODEL.value}_{UPDATE.value}".replace(":", "_").replace("=", "_")
     folder = (pathlib.Path(OUTPUT.value) / name.replace(",", "_")).resolve()
@@ -191,6 +192,7 @@ def write_row(
     row = {
         "model": MODEL.value,
         "update": UPDATE.value,
+        "shrink": SHRINK.value,
         "batch_size": BATCH_SIZE.value,
         "budget": BUDGET.value,
         "board": name,

@@ -85,10 +85,10 @@ class Case:
         return self.trained, self.frozen, *self.batch(0, size), jnp.float32(rate)
 
 
-def make(name: str, part: str, examples: int, seed: int = 0) -> Case:
+def make(name: str, part: str, examples: int, shrink: int = 1, seed: int = 0) -> Case:
     """The case of a model's name, such as mlp:width=32 or mobilenetv2:width=0.25.
 
-    BatchNorm has the statistics that it starts with. Raises ValueError for other names.
+    With `shrink` a pixel is the mean of a square of so many. BatchNorm has the statistics that it starts with. Raises ValueError for other names.
     """
     family, _, text = name.partition(":")
     if family not in DATASETS:
@@ -97,6 +97,7 @@ def make(name: str, part: str, examples: int, seed: int = 0) -> Case:
             f"{', '.join(DATASETS)}. Use for example --model=mlp:width=32."
         )
     dataset = load_dataset(DATASETS[family])
+    dataset = dataclasses.replace(dataset, inputs=shrunk(dataset.inputs, shrink))
     model = _model(family, text, name, dataset, seed)
     order = np.random.default_rng(seed).permutation(len(dataset.inputs))[:examples]
     inputs, labels = dataset.inputs[order], dataset.labels[order]
@@ -124,6 +125,15 @@ def make(name: str, part: str, examples: int, seed: int = 0) -> Case:
     unit = np.float32((inputs.max() + offset) / 255)
     pixels = np.rint((inputs + offset) / unit).astype(np.uint8)
     return Case(step, trained, frozen, pixels, unit, offset, labels)
+
+
+def shrunk(images: np.ndarray, factor: int) -> np.ndarray:
+    """Images [N, height, width, channels] whose pixels are means of squares."""
+    count, height, width, channels = images.shape
+    rows, columns = height // factor, width // factor
+    cut = images[:, : rows * factor, : columns * factor]
+    squares = cut.reshape(count, rows, factor, columns, factor, channels)
+    return squares.mean((2, 4))
 
 
 def _model(family: str, text: str, name: str, dataset: Dataset, seed: int) -> Any:

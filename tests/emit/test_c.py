@@ -270,7 +270,8 @@ def random_table(rng):
 def random_convolution(rng):
     """A convolution, also strided, padded, dilated and grouped, or a gradient of it."""
     spatial = int(rng.integers(1, 3))
-    groups = int(rng.choice([1, 1, 2, 4]))
+    # Of one axis and in groups, XLA's CPU backend has gradients that are wrong.
+    groups = int(rng.choice([1, 1, 2, 4])) if spatial == 2 else 1
     ins, outs = groups * int(rng.integers(1, 4)), groups * int(rng.integers(1, 6))
     window = rng.integers(1, 4, spatial).tolist()
     image = (rng.integers(4, 8, spatial) + 2).tolist()
