@@ -88,7 +88,8 @@ class Case:
 def make(name: str, part: str, examples: int, shrink: int = 1, seed: int = 0) -> Case:
     """The case of a model's name, such as mlp:width=32 or mobilenetv2:width=0.25.
 
-    With `shrink` a pixel is the mean of a square of so many. BatchNorm has the statistics that it starts with. Raises ValueError for other names.
+    With `shrink` a pixel is the mean of a square of so many a side. BatchNorm has the
+    statistics that it starts with. Raises ValueError for other names.
     """
     family, _, text = name.partition(":")
     if family not in DATASETS:

@@ -239,7 +239,11 @@ def random_move(rng):
         ),
         (lambda x: lax.broadcasted_iota(jnp.int32, x.shape, axis) * 2, (x,)),
         (lambda x: jnp.broadcast_to(x, (2, *shape)).sum(axis), (x,)),
-    ][rng.integers(10)]
+        (lambda x: jnp.stack([x, x + 1], axis), (x,)),
+        (lambda x: jnp.tile(x, sizes), (x,)),
+        (lambda x: jnp.unstack(x, axis=axis)[-1] * 2, (x,)),
+        (lambda x: jnp.array_split(x, 2, axis)[0] + 1, (x,)),
+    ][rng.integers(14)]
 
 
 def random_table(rng):
@@ -338,6 +342,22 @@ def test_a_kernel_computes_what_jax_does(kind, seed):
     with tempfile.TemporaryDirectory() as folder:
         cases = [KERNELS[kind](rng) for _ in range(25)]
         assert_alike(cases, pathlib.Path(folder))
+
+
+def test_random_numbers_are_those_of_jax(tmp_path):
+    def function(key, x):
+        first, second = jax.random.split(jax.random.fold_in(key, 3))
+        kept = jax.random.bernoulli(first, 0.5, x.shape)
+        noise = jax.random.normal(second, x.shape)
+        return jnp.where(kept, 2 * x, 0), noise, jax.random.bits(key, (3,)), second
+
+    arguments = jax.random.key(7), np.ones((5, 7), np.float32)
+    schedule = scheduled(function, *arguments)
+    project = poet_jax.emit.c(schedule, tmp_path, arguments)
+    command = ["gcc", *FLAGS, *tmp_path.glob("*.c"), "-o", tmp_path / "program", "-lm"]
+    subprocess.run(command, check=True)
+    done = subprocess.run([tmp_path / "program"], check=True, capture_output=True)
+    assert project.arena_bytes and float(done.stdout.split()[-1]) < 1e-6
 
 
 @st.composite

@@ -11,6 +11,7 @@ from poet_jax.core.equation import Equation
 from poet_jax.emit.c99.buffers import Buffer, Pointer, Step, strides
 from poet_jax.emit.c99.contractions import call, table
 from poet_jax.emit.c99.index import Index, counters, linear
+from poet_jax.emit.c99.loops import stretched
 from poet_jax.emit.c99.nests import Pointwise
 from poet_jax.emit.c99.nodes import Lowering
 
@@ -373,13 +374,23 @@ def threefry(lowering: Lowering, equation: Equation) -> None:
     loop = _loop(lowering, result.shape)
     words = []
     for operand, aval in zip(equation.operands, equation.operand_shapes, strict=True):
-        is_one = aval.shape != result.shape
-        index = Index(len(loop.dims), ()) if is_one else loop.body.identity
+        index = stretched(loop.body.identity, aval.shape, result.shape, loop.dims)
         words.append(loop.body.at(operand, aval.shape, index))
     loop.body.lines.append(f"uint32_t x = {words[2]}, y = {words[3]};")
     loop.body.lines.append(f"poet_threefry(&x, &y, {words[0]}, {words[1]});")
     for number, text in enumerate("xy"):
         loop.store(lowering.result(equation, number), text)
+    lowering.push(loop.step(lowering.run))
+
+
+def count(lowering: Lowering, equation: Equation) -> None:
+    """Numbers of elements in order, in two words."""
+    (result, _) = equation.result_shapes
+    lowering.flush()
+    loop = _loop(lowering, result.shape)
+    token = loop.body.access(loop.body.identity.linear(result.shape))
+    loop.store(lowering.result(equation, 0), "0")
+    loop.store(lowering.result(equation, 1), f"(uint32_t)({token})")
     lowering.push(loop.step(lowering.run))
 
 
@@ -394,4 +405,5 @@ RULES = {
     **{f"reduce_window_{kind}": reduce_window for kind in ("sum", "max", "min")},
     "select_and_scatter_add": select_and_scatter,
     "threefry2x32": threefry,
+    "iota_2x32_shape": count,
 }
