@@ -57,6 +57,19 @@ class Body:
         flat = linear(len(self.dims), forms, strides(self.dims))
         return Index(len(self.dims), forms, flat)
 
+    def trial(self) -> Callable[[], None]:
+        """Forgets, when it is called, all that was made since."""
+        sizes = len(self.lines), len(self.accesses), len(self.loads)
+        known, made = dict(self._known), dict(self.made)
+
+        def forget() -> None:
+            del self.lines[sizes[0] :]
+            del self.accesses[sizes[1] :]
+            del self.loads[sizes[2] :]
+            self._known, self.made = known, made
+
+        return forget
+
     def access(self, form: Form) -> str:
         """A token for an index."""
         self.accesses.append(form)

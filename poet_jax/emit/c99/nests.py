@@ -131,13 +131,10 @@ class Reduction:
 
 def try_join(first: Pointwise, then: Callable[[Pointwise], None]) -> bool:
     """Let `then` add to `first`, unless it would read what that makes elsewhere."""
-    body = first.body
-    sizes = len(body.lines), len(body.accesses), len(body.loads)
-    known, made = dict(body._known), dict(body.made)
+    forget = first.body.trial()
     try:
         then(first)
     except Clash:
-        del body.lines[sizes[0] :], body.accesses[sizes[1] :], body.loads[sizes[2] :]
-        body._known, body.made = known, made
+        forget()
         return False
     return True

@@ -10,13 +10,18 @@ import numpy as np
 from poet_jax.core.graph import Graph
 from poet_jax.core.plan import Free, PageIn, PageOut
 from poet_jax.core.program import Program, Run
-from poet_jax.emit.c99 import contractions, places, reductions
+from poet_jax.emit.c99 import contractions, places, reductions, windows
 from poet_jax.emit.c99.buffers import C_TYPES, Buffer, Pointer, Step
 from poet_jax.emit.c99.buffers import needed as needed
 from poet_jax.emit.c99.loops import VIRTUAL
 from poet_jax.emit.c99.nodes import lower_node
 
-RULES = {**contractions.RULES, **places.RULES, **reductions.RULES}
+RULES = {
+    **contractions.RULES,
+    **places.RULES,
+    **reductions.RULES,
+    **windows.RULES,
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
