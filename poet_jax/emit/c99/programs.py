@@ -112,6 +112,8 @@ class _Builder:
             match x:
                 case Run():
                     self.run(row, x, wanted[row])
+                    for old, _ in x.over:
+                        self.known.pop(old, None)
                 case PageOut(value):
                     self.page_out(row, value)
                 case PageIn(value) if value not in self.known:
