@@ -69,12 +69,12 @@ def scheduled(function, *arguments, budget="100%", planner=None, **options):
     ).plan_for_board(*arguments)
 
 
-def built(schedule, folder, arguments, **options):
-    """The project, compiled with sanitizers."""
+def built(schedule, folder, arguments, flags=FLAGS, **options):
+    """The project, compiled with sanitizers, or with other flags."""
     project = poet_jax.emit.c(schedule, folder, arguments, **options)
     (folder / "main.c").write_text(DRIVER)
     sources = sorted(folder.glob("*.c"))
-    command = ["gcc", *FLAGS, *sources, "-o", folder / "program", "-lm"]
+    command = ["gcc", *flags, *sources, "-o", folder / "program", "-lm"]
     subprocess.run(command, check=True)
     return project
 
@@ -476,6 +476,23 @@ def test_three_steps_are_those_of_jax_in_the_memory_of_the_plan(
         new, state, value = jax.jit(step)(new, state, x, labels)
     for a, b in zip(found, jax.tree.leaves((new, state, value)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_optimizing_compilers_leave_loops_over_bytes_and_floats_as_they_are(tmp_path):
+    """GCC 12 drops such a function at -O1 as one without effect."""
+
+    def step(mask, a, b):
+        return jnp.where(mask, a, 0) * b
+
+    rng = np.random.default_rng(0)
+    mask = rng.random((4, 448)) < 0.5
+    arguments = mask, normal(rng, 448), normal(rng, 448)
+    schedule = scheduled(step, *arguments)
+    expected = np.asarray(step(*arguments))
+    for level in ("-O1", "-O2"):
+        flags = [level, "-fno-inline", "-std=c99", "-ffp-contract=off"]
+        (found,) = results(schedule, tmp_path, arguments, flags=flags)
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_frozen_arguments_lie_in_flash(tmp_path):

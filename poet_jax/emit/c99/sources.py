@@ -119,6 +119,10 @@ class _Text:
         project = self.project
         lines = [
             "/* One step of training, as it was planned. */",
+            "#if defined(__GNUC__) && !defined(__clang__)",
+            "/* GCC 12 loses stores of loops over bytes and floats: see ivopts. */",
+            '#pragma GCC optimize("no-ivopts")',
+            "#endif",
             "#ifndef POET_STEP_H",
             "#define POET_STEP_H",
             "",
@@ -180,6 +184,10 @@ class _Text:
     def step(self) -> str:
         lines = [
             "/* One step of training, as it was planned. */",
+            "#if defined(__GNUC__) && !defined(__clang__)",
+            "/* GCC 12 loses stores of loops over bytes and floats: see ivopts. */",
+            '#pragma GCC optimize("no-ivopts")',
+            "#endif",
             '#include "poet_step.h"',
             "",
             '#include "kernels.h"',
