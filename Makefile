@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: setup demo test lint docs figures clean
+.PHONY: setup demo edge test lint docs figures clean
 
 setup: .venv/.installed
 
@@ -14,6 +14,10 @@ setup: .venv/.installed
 
 demo: setup
 	$(BIN)/python -m experiments.demo
+
+# The boards need gcc-arm-none-eabi, libnewlib-arm-none-eabi and qemu-system-arm.
+edge: setup
+	$(BIN)/python -m experiments.microcontroller --board=all --steps=800
 
 test: setup lint docs
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal

@@ -43,7 +43,14 @@ from poet_jax.emit import emit
 from poet_jax.emit.executor import HostExecutor, Run, Step
 from poet_jax.emit.paged_step import PagedStep
 from poet_jax.emit.shards import count_devices, platform_of, sharded
-from poet_jax.passes import PASSES, Pass, blockwise, run_passes, unroll
+from poet_jax.passes import (
+    PASSES,
+    Pass,
+    blockwise,
+    cpu_kernels,
+    run_passes,
+    unroll,
+)
 from poet_jax.passes.cpu.scratch import node_scratch
 from poet_jax.planners.milp.search import MilpPlanner
 from poet_jax.stores.paged import PagedArray, at_home
@@ -137,6 +144,22 @@ class Scheduled:
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """As of `jax.jit(fun)`: shapes and dtypes of the results."""
         return self._jitted.eval_shape(*args, **kwargs)
+
+    def plan_for_board(self, *args: Any, **kwargs: Any) -> Schedule:
+        """The schedule for a board that runs C; `poet_jax.emit.c` writes it.
+
+        Nothing is compiled here, so the budget bounds what the plan has in RAM. Loops
+        stay whole, and `passes.cpu_kernels`, which are forms for XLA, are left out.
+        Raises BudgetTooSmall and CannotTrace.
+        """
+        passes = [x for x in self.passes if x not in (unroll, cpu_kernels)]
+        traced = self._traced(args, kwargs)
+        graph, costs = self.priced(traced, passes)
+        budget = self.budget_for(*args, **kwargs)
+        with eval_context():
+            return make_schedule(
+                graph, costs, budget, self.planner, store_bytes=self.store_bytes
+            )
 
     def clear_cache(self) -> None:
         """Forget all schedules, and what was compiled for them."""

@@ -1,0 +1,1 @@
+"""Training on emulated microcontrollers: `python -m experiments.microcontroller`."""

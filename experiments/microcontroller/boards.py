@@ -1,0 +1,147 @@
+"""Emulated boards: how a program is built for one, and run under QEMU."""
+
+import dataclasses
+import pathlib
+import shutil
+import subprocess
+
+FIRMWARE = pathlib.Path(__file__).parent / "firmware"
+STACK_BYTES = 2048
+WARNINGS = ("-std=c99", "-Wall", "-Wextra", "-Werror")
+# No product and sum becomes one operation, so that all boards compute the same bits.
+OPTIONS = (
+    "-O2",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-fno-math-errno",
+    "-ffunction-sections",
+    "-fdata-sections",
+)
+INSTALL = "apt-get install gcc-arm-none-eabi libnewlib-arm-none-eabi qemu-system-arm"
+
+
+@dataclasses.dataclass(frozen=True)
+class Board:
+    """A board that QEMU emulates.
+
+    Attributes:
+      machine: its name for QEMU; it is the host for "".
+      processor: of its core, for tables.
+      flags: of the compiler.
+      flash, ram: where they begin.
+      timer: address of its 25 MHz timer.
+    """
+
+    machine: str
+    processor: str
+    flags: tuple[str, ...] = ()
+    flash: int = 0
+    ram: int = 0x20000000
+    timer: int = 0x40000000
+
+
+def _core(name: str, fpu: str = "") -> tuple[str, ...]:
+    floats = (f"-mfpu={fpu}", "-mfloat-abi=hard") if fpu else ("-mfloat-abi=soft",)
+    return f"-mcpu=cortex-{name}", "-mthumb", *floats, *(["-DBOARD_FPU"] if fpu else [])
+
+
+BOARDS = {
+    "host": Board("", "this machine"),
+    "mps2-an385": Board("mps2-an385", "Cortex-M3", _core("m3")),
+    "mps2-an386": Board("mps2-an386", "Cortex-M4F", _core("m4", "fpv4-sp-d16")),
+    "mps2-an500": Board("mps2-an500", "Cortex-M7", _core("m7", "fpv5-sp-d16")),
+    "mps2-an505": Board(
+        "mps2-an505",
+        "Cortex-M33",
+        _core("m33", "fpv5-sp-d16"),
+        flash=0x10000000,
+        ram=0x38000000,
+        timer=0x50000000,
+    ),
+}
+MEMORY_BYTES = 4 * 2**20  # of flash on each board
+
+
+def missing() -> list[str]:
+    """The tools that are not installed."""
+    tools = "arm-none-eabi-gcc", "qemu-system-arm"
+    return [tool for tool in tools if shutil.which(tool) is None]
+
+
+def build(
+    board: Board, folder: pathlib.Path, ram_bytes: int
+) -> tuple[pathlib.Path, int]:
+    """(program, bytes of its code without constants) of a project with its examples.
+
+    Raises ValueError with the linker's words if flash or RAM do not suffice.
+    """
+    sources = [x for x in sorted(folder.glob("*.c")) if x.name != "main.c"]
+    sources += [FIRMWARE / "train.c"]
+    program = folder / (board.machine or "host")
+    flags = [*WARNINGS, *OPTIONS, f"-I{folder}", f"-I{FIRMWARE}", *board.flags]
+    if not board.machine:
+        command = ["gcc", *flags, *sources, FIRMWARE / "host.c", "-lm"]
+    else:
+        script = folder / f"{board.machine}.ld"
+        script.write_text(
+            f"MEMORY {{\n  FLASH (rx) : ORIGIN = {board.flash:#x}, LENGTH = "
+            f"{MEMORY_BYTES}\n  RAM (rwx) : ORIGIN = {board.ram:#x}, LENGTH = "
+            f"{ram_bytes}\n}}\nSTACK_BYTES = {STACK_BYTES};\n"
+            f'INCLUDE "{FIRMWARE / "board.ld"}"\n'
+            f'INCLUDE "{folder / "poet_memory.ld"}"\n'
+        )
+        command = ["arm-none-eabi-gcc", *flags, f"-DBOARD_TIMER={board.timer:#x}u",
+                   *sources, FIRMWARE / "arm.c", "-nostartfiles", "-Wl,--gc-sections",
+                   f"-T{script}", "-lm"]  # fmt: skip
+    done = subprocess.run(
+        [*command, "-o", program], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise ValueError(
+            f"The program for {board.machine or 'the host'} cannot be built: "
+            f"{done.stderr[-500:]} Use a larger --ram, or a smaller --budget."
+        )
+    return program, code_bytes(program)
+
+
+def code_bytes(program: pathlib.Path) -> int:
+    """Bytes of functions of a program, as its symbols have them."""
+    nm = "nm" if program.name == "host" else "arm-none-eabi-nm"
+    done = subprocess.run(
+        [nm, "-S", program], capture_output=True, text=True, check=True
+    )
+    rows = [line.split() for line in done.stdout.splitlines()]
+    return sum(int(row[1], 16) for row in rows if len(row) == 4 and row[2] in "tTwW")
+
+
+def run(board: Board, program: pathlib.Path, show: bool = True) -> dict[str, int]:
+    """The last line that a program writes, as numbers; others are shown as they come.
+
+    Its files are written beside it. Raises RuntimeError if it fails.
+    """
+    command = [str(program)]
+    if board.machine:
+        command = ["qemu-system-arm", "-M", board.machine, "-nographic",
+                   "-semihosting-config", "enable=on,target=native",
+                   "-icount", "shift=0", "-kernel", str(program)]  # fmt: skip
+    folder = program.parent / f"{program.name}_files"
+    folder.mkdir(exist_ok=True)
+    line = ""
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if show:
+                print(f"  {line.rstrip()}", flush=True)
+    if process.returncode:
+        raise RuntimeError(
+            f"{program.name} ended with {process.returncode}: {line.strip()}. Exit "
+            "codes are 2 for a page that failed, 3 for a file, 70 for a fault."
+        )
+    return {key: int(x) for key, x in (word.split("=") for word in line.split())}

@@ -1,0 +1,84 @@
+/* A Cortex-M board under QEMU: start, semihosting, pages in a file, and a timer.
+
+   QEMU is started with -icount shift=0, so that an instruction takes a nanosecond of
+   its clock, and the timer's 25 MHz count 40 instructions a tick. */
+#include <string.h>
+
+#include "board.h"
+#include "poet_step.h"
+
+extern uint32_t stack_top[], data_start[], data_end[], data_load[], bss_start[],
+    bss_end[];
+
+enum { OPEN = 1, CLOSE = 2, WRITE0 = 4, WRITE = 5, READ = 6, SEEK = 10, EXIT = 0x20 };
+
+static int32_t semihosting(int32_t operation, const void *block) {
+  register int32_t r0 __asm__("r0") = operation;
+  register const void *r1 __asm__("r1") = block;
+  __asm__ volatile("bkpt 0xab" : "+r"(r0) : "r"(r1) : "memory");
+  return r0;
+}
+
+void board_write(const char *text) { semihosting(WRITE0, text); }
+
+void board_exit(int status) {
+  const uint32_t block[2] = {0x20026u, (uint32_t)status};
+  semihosting(EXIT, block);
+  for (;;) continue;
+}
+
+/* `mode` as in the ARM semihosting manual: 7 is w+b, 5 is wb. */
+static int32_t file(const char *name, uint32_t mode) {
+  const uint32_t block[3] = {(uint32_t)name, mode, (uint32_t)strlen(name)};
+  return semihosting(OPEN, block);
+}
+
+int board_save(const char *name, const void *data, uint32_t bytes) {
+  const int32_t handle = file(name, 5);
+  const uint32_t block[3] = {(uint32_t)handle, (uint32_t)data, bytes};
+  if (handle < 0 || semihosting(WRITE, block)) return -1;
+  return semihosting(CLOSE, block);
+}
+
+static int move(int32_t operation, int32_t page, const void *data, uint32_t bytes) {
+  static int32_t pages = -1;
+  if (pages < 0) pages = file("pages.bin", 7);
+  const uint32_t to[2] = {(uint32_t)pages, (uint32_t)page * POET_LARGEST_PAGE_BYTES};
+  const uint32_t block[3] = {(uint32_t)pages, (uint32_t)data, bytes};
+  return semihosting(SEEK, to) || semihosting(operation, block);
+}
+
+int poet_page_out(int32_t page, const void *from, uint32_t bytes) {
+  return move(WRITE, page, from, bytes);
+}
+
+int poet_page_in(int32_t page, void *to, uint32_t bytes) {
+  return move(READ, page, to, bytes);
+}
+
+static volatile uint32_t *const timer = (volatile uint32_t *)BOARD_TIMER;
+
+uint64_t board_instructions(void) { return 40u * (uint64_t)(0xffffffffu - timer[1]); }
+
+void reset(void) {
+#ifdef BOARD_FPU
+  *(volatile uint32_t *)0xe000ed88u |= 0xfu << 20;
+  __asm__ volatile("dsb\nisb");
+#endif
+  memcpy(data_start, data_load, (size_t)((uint8_t *)data_end - (uint8_t *)data_start));
+  memset(bss_start, 0, (size_t)((uint8_t *)bss_end - (uint8_t *)bss_start));
+  timer[2] = 0xffffffffu;
+  timer[1] = 0xffffffffu;
+  timer[0] = 1u;
+  board_exit(train());
+}
+
+static void fault(void) {
+  board_write("fault\n");
+  board_exit(70);
+}
+
+__attribute__((section(".vectors"), used)) static const void *const vectors[16] = {
+    stack_top, (const void *)reset, (const void *)fault, (const void *)fault,
+    (const void *)fault, (const void *)fault, (const void *)fault,
+};

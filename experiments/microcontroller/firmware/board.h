@@ -1,0 +1,16 @@
+/* What train.c needs of a board, or of this machine in its place. */
+#ifndef BOARD_H
+#define BOARD_H
+
+#include <stdint.h>
+
+void board_write(const char *text);
+/* Leave a file of so many bytes behind; 0 if that worked. */
+int board_save(const char *name, const void *data, uint32_t bytes);
+/* Instructions since the start, or 0 where nobody counts. */
+uint64_t board_instructions(void);
+void board_exit(int status);
+
+int train(void);
+
+#endif

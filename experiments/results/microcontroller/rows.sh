@@ -1,0 +1,13 @@
+#!/bin/sh
+# Writes steps.csv anew, from the repository's root. Takes about 15 minutes.
+R=experiments/results/microcontroller/steps.csv
+rm -f $R
+P=".venv/bin/python -m experiments.microcontroller --rows=$R"
+$P --board=all --steps=800
+$P --board=all --budget=70%
+$P --model=lenet --board=mps2-an386,mps2-an500 --batch_size=4 --examples=400 \
+    --trained=320 --learning_rate=0.05
+M="--model=mobilenetv2:width=0.35,depth=0.34 --shrink=2 --board=mps2-an500 --steps=2"
+M="$M --batch_size=1 --examples=16 --trained=16 --learning_rate=0.05"
+$P $M --update=bias --budget=240KiB --ram=256KiB
+$P $M --update=full

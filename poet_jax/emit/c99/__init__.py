@@ -1,0 +1,1 @@
+"""A planned program as a C99 project, for microcontrollers."""

@@ -1,0 +1,333 @@
+"""The text of the files of a C99 project."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from poet_jax.core.graph import Graph
+from poet_jax.emit.c99.buffers import C_TYPES, Buffer, Pointer, Step
+from poet_jax.emit.c99.offsets import Arena
+from poet_jax.emit.c99.programs import Steps
+from poet_jax.emit.c99.scalars import constant
+
+if TYPE_CHECKING:
+    from poet_jax.emit.c99.project import Project
+
+WIDTH = 88  # of a line of numbers
+
+
+def written(
+    graph: Graph,
+    steps: Steps,
+    arena: Arena,
+    project: "Project",
+    leaves: Sequence[np.ndarray],
+    expected: Sequence[Any],
+) -> dict[str, str]:
+    """Text of each file that is generated, by its name."""
+    text = _Text(graph, steps, arena, project, leaves)
+    return {
+        "poet_step.h": text.header(),
+        "poet_step.c": text.step(),
+        "poet_constants.c": text.constants(),
+        "poet_arrays.c": text.arrays(),
+        "poet_vector.c": text.vector([np.asarray(x) for x in expected]),
+        "poet_memory.ld": text.linker(),
+    }
+
+
+def numbers(array: np.ndarray) -> Iterable[str]:
+    """Lines with the elements of an array, as C has them."""
+    flat = np.ravel(array)
+    if array.dtype == np.float32:
+        texts = [_float_text(x) for x in flat.tolist()]
+    else:
+        texts = [constant(x) for x in flat]
+    line = ""
+    for text in texts:
+        if len(line) + len(text) + 2 > WIDTH:
+            yield line.rstrip()
+            line = ""
+        line += f"{text}, "
+    yield line.rstrip()
+
+
+def _float_text(x: float) -> str:
+    """A number of a table: nine digits give back every float."""
+    text = f"{x:.9g}"
+    if "n" in text:  # what is no finite number, as a constant expression
+        return {"inf": "INFINITY", "-inf": "-INFINITY"}.get(text, "NAN")
+    return f"{text}f" if "." in text or "e" in text else f"{text}.0f"
+
+
+def array(name: str, data: np.ndarray, qualifier: str = "const") -> list[str]:
+    """The definition of an array of C; one element at least, as C wants it."""
+    data = np.asarray(data)
+    c_type = C_TYPES[data.dtype.name]
+    data = data if data.size else np.zeros(1, data.dtype)
+    return [f"{qualifier} {c_type} {name}[{data.size}] = {{", *numbers(data), "};", ""]
+
+
+class _Text:
+    def __init__(
+        self,
+        graph: Graph,
+        steps: Steps,
+        arena: Arena,
+        project: "Project",
+        leaves: Sequence[np.ndarray],
+    ):
+        self.graph, self.steps, self.arena = graph, steps, arena
+        self.project, self.leaves = project, leaves
+        self.flash: dict[Buffer, str] = {}
+        for step in steps.steps:
+            for buffer in step.reads:
+                if buffer.in_flash and buffer not in self.flash:
+                    self.flash[buffer] = f"poet_constant_{len(self.flash)}"
+        landed = {place.leaf for place in graph.landing.values()}
+        self.arguments = [self.lies(v, True) for v in graph.arguments]
+        self.results = [
+            self.lies(v, False, leaf in landed) for leaf, v in enumerate(graph.results)
+        ]
+        self.state = [
+            number for number, v in enumerate(graph.arguments) if v in graph.donated
+        ]
+
+    def pointer(self, buffer: Buffer) -> str:
+        if buffer.in_flash:
+            return self.flash[buffer]
+        return f"({buffer.c_type} *)(m + {self.arena.offsets[buffer]})"
+
+    def lies(self, value: int, is_argument: bool, landed: bool = False) -> str:
+        """Fields of a `poet_array`: where a value lies between steps."""
+        x = self.graph.values[value]
+        page, offset = -1, -1
+        if is_argument and value in self.steps.inputs:
+            buffer = self.steps.inputs[value]
+            offset = -1 if buffer.in_flash else self.arena.offsets[buffer]
+        elif not is_argument and not landed and value in self.steps.outputs:
+            buffer = self.steps.outputs[value]
+            moved = dict(self.arena.copied)
+            offset = self.arena.offsets[moved.get(buffer, buffer)]
+        if offset < 0 and value in self.steps.slots:
+            page = self.steps.slots[value]
+        dtype = x.dtype
+        return f"{offset}, {page}, {x.nbytes}, {dtype.itemsize}, '{dtype.kind}'"
+
+    def header(self) -> str:
+        project = self.project
+        lines = [
+            "/* One step of training, as it was planned. */",
+            "#if defined(__GNUC__) && !defined(__clang__)",
+            "/* GCC 12 loses stores of loops over bytes and floats: see ivopts. */",
+            '#pragma GCC optimize("no-ivopts")',
+            "#endif",
+            "#ifndef POET_STEP_H",
+            "#define POET_STEP_H",
+            "",
+            "#include <stdint.h>",
+            "",
+            f"#define POET_ARENA_BYTES {project.arena_bytes}",
+            f"#define POET_PLAN_BYTES {project.plan_bytes}",
+            f"#define POET_CONSTANT_BYTES {project.constant_bytes}",
+            f"#define POET_STATE_BYTES {project.state_bytes}",
+            f"#define POET_PAGES {project.pages}",
+            f"#define POET_PAGE_BYTES {project.page_bytes}",
+            f"#define POET_LARGEST_PAGE_BYTES {project.largest_page_bytes}",
+            f"#define POET_ARGUMENTS {len(self.arguments)}",
+            f"#define POET_RESULTS {len(self.results)}",
+            f"#define POET_FINGERPRINT 0x{self.graph.fingerprint[:8]}u",
+            "",
+            "/* Define POET_RAM_BYTES as what the board has for the arena. */",
+            "#if defined(POET_RAM_BYTES) && POET_RAM_BYTES < POET_ARENA_BYTES",
+            '#error "the arena does not fit into the RAM of the board"',
+            "#endif",
+            "",
+            "/* The first value of the state, and a step: -1 if a page failed. */",
+            "int poet_init(void);",
+            "int poet_step(void);",
+            "",
+            "/* The board moves pages, and returns 0 if it has. */",
+            "int poet_page_out(int32_t page, const void *from, uint32_t bytes);",
+            "int poet_page_in(int32_t page, void *to, uint32_t bytes);",
+            "",
+            "extern uint64_t poet_arena[(POET_ARENA_BYTES + 7) / 8];",
+            "",
+            "/* Where an array lies between steps: in the arena, or on a page; -1 is",
+            "   neither. `kind` is f, i, u or b. */",
+            "struct poet_array {",
+            "  int32_t offset, page;",
+            "  uint32_t bytes, itemsize;",
+            "  char kind;",
+            "};",
+            "extern const struct poet_array poet_arguments[];",
+            "extern const struct poet_array poet_results[];",
+            "",
+        ]
+        graph = self.graph
+        for kind, values, rows in (
+            ("argument", graph.arguments, self.arguments),
+            ("result", graph.results, self.results),
+        ):
+            for number, (v, row) in enumerate(zip(values, rows, strict=True)):
+                x, offset = graph.values[v], row.split(",")[0]
+                shown = f"/* {x.name}: {x.dtype}{list(x.shape)} */"
+                where = f"((uint8_t *)poet_arena + {offset})"
+                if offset == "-1":
+                    lines.append(f"/* {kind} {number} is not in RAM. */ {shown}")
+                    continue
+                c_type = C_TYPES[x.dtype.name]
+                lines += [shown, f"#define poet_{kind}_{number} (({c_type} *){where})"]
+        return "\n".join([*lines, "", "#endif", ""])
+
+    def step(self) -> str:
+        lines = [
+            "/* One step of training, as it was planned. */",
+            "#if defined(__GNUC__) && !defined(__clang__)",
+            "/* GCC 12 loses stores of loops over bytes and floats: see ivopts. */",
+            '#pragma GCC optimize("no-ivopts")',
+            "#endif",
+            '#include "poet_step.h"',
+            "",
+            '#include "kernels.h"',
+            "",
+            "#ifdef __GNUC__",
+            '__attribute__((section(".bss.poet_arena")))',
+            "#endif",
+            "uint64_t poet_arena[(POET_ARENA_BYTES + 7) / 8];",
+            "",
+        ]
+        for buffer, name in self.flash.items():
+            lines.append(f"extern const {buffer.c_type} {name}[];")
+        calls: list[str] = []
+        for run, parts in _by_run(self.steps.steps):
+            if run not in self.steps.names:
+                for part in parts:
+                    calls += part.render(self.pointer)
+                continue
+            lines += ["", f"/* {self.steps.names[run]} */"]
+            lines.append(f"static void run_{run}(uint8_t *m) {{")
+            for part in parts:
+                lines += ["{", *part.render(self.pointer), "}"]
+            lines += ["}"]
+            calls.append(f"run_{run}(m);")
+        for new, old in self.arena.copied:
+            sizes = f"{self.pointer(old)}, {self.pointer(new)}, {new.nbytes}"
+            calls.append(f"memcpy({sizes});")
+        head = ["uint8_t *const m = (uint8_t *)poet_arena;", "(void)m;"]
+        lines += ["", "int poet_step(void) {", *head, *calls, "return 0;", "}"]
+        lines += ["", *self.init()]
+        return "\n".join(_indented(lines)) + "\n"
+
+    def init(self) -> list[str]:
+        lines = []
+        for number in self.state:
+            offset, page, nbytes, *_ = self.arguments[number].split(", ")
+            lines.append(
+                f"extern const {self.state_type(number)} poet_state_{number}[];"
+            )
+            if offset != "-1":
+                to = f"(uint8_t *)poet_arena + {offset}"
+                lines.append(f"memcpy({to}, poet_state_{number}, {nbytes});")
+            elif page != "-1":
+                call = f"poet_page_out({page}, poet_state_{number}, {nbytes})"
+                lines.append(f"if ({call}) return -1;")
+        declared = [x for x in lines if x.startswith("extern")]
+        done = [x for x in lines if not x.startswith("extern")]
+        return [*declared, "int poet_init(void) {", *done, "return 0;", "}"]
+
+    def state_type(self, number: int) -> str:
+        return C_TYPES[self.graph.values[self.graph.arguments[number]].dtype.name]
+
+    def constants(self) -> str:
+        lines = [
+            "/* What never changes, and the first value of the state: in flash. */",
+            "#include <math.h>",
+            "#include <stdint.h>",
+            "",
+        ]
+        for buffer, name in self.flash.items():
+            assert buffer.data is not None
+            data = np.asarray(buffer.data).astype(buffer.dtype)
+            lines += [f"extern const {buffer.c_type} {name}[];", *array(name, data)]
+        for number in self.state:
+            data = np.asarray(self.leaves[number])
+            name = f"poet_state_{number}"
+            c_type = self.state_type(number)
+            lines += [f"extern const {c_type} {name}[];", *array(name, data)]
+        return "\n".join(lines)
+
+    def arrays(self) -> str:
+        lines = [
+            "/* Where arguments and results lie between steps. */",
+            '#include "poet_step.h"',
+            "",
+        ]
+        for name, rows in (("arguments", self.arguments), ("results", self.results)):
+            lines.append(f"const struct poet_array poet_{name}[] = {{")
+            lines += [f"  {{{row}}}," for row in rows] or ["  {-1, -1, 0, 1, 'b'},"]
+            lines += ["};", ""]
+        return "\n".join(lines)
+
+    def vector(self, expected: Sequence[np.ndarray]) -> str:
+        """One step's arguments that are not state, and its results as JAX has them."""
+        lines = [
+            "/* A step's arguments beside the state, and JAX's results. */",
+            "#include <math.h>",
+            "#include <stdint.h>",
+            "#include <stddef.h>",
+            "",
+        ]
+        tables = []
+        for kind, arrays in (("given", self.leaves), ("expected", expected)):
+            names = []
+            for number, data in enumerate(arrays):
+                name = f"{kind}_{number}"
+                is_state = kind == "given" and number in self.state
+                is_constant = (
+                    kind == "given" and self.arguments[number].split(",")[0] == "-1"
+                )
+                if is_state or is_constant:
+                    names.append("NULL")
+                    continue
+                names.append(name)
+                lines += array(name, np.asarray(data), "static const")
+            names = names or ["NULL"]
+            tables.append(f"extern const void *const poet_{kind}[];")
+            tables.append(f"const void *const poet_{kind}[] = {{{', '.join(names)}}};")
+        return "\n".join([*lines, *tables, ""])
+
+    def linker(self) -> str:
+        return (
+            "/* Include this in the board's linker script, after its sections, where\n"
+            "   RAM is the region of the arena and of the stack. */\n"
+            f"ASSERT(LENGTH(RAM) >= {self.project.arena_bytes},\n"
+            '       "poet: the arena does not fit into RAM")\n'
+        )
+
+
+def _by_run(steps: Sequence[Step]) -> Iterable[tuple[int, list[Step]]]:
+    """Steps in order, those of one instruction together."""
+    parts: list[Step] = []
+    for step in steps:
+        if parts and parts[0].run != step.run:
+            yield parts[0].run, parts
+            parts = []
+        parts.append(step)
+    if parts:
+        yield parts[0].run, parts
+
+
+def _indented(lines: Iterable[str]) -> list[str]:
+    """Lines with two spaces for each brace that is open."""
+    depth, result = 0, []
+    for line in lines:
+        if line.startswith("}"):
+            depth -= 1
+        result.append("  " * depth + line if line else line)
+        depth += line.count("{") - line.count("}") + line.startswith("}")
+    return result
+
+
+__all__ = ["Pointer", "array", "numbers", "written"]

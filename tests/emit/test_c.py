@@ -1,0 +1,592 @@
+"""Planned programs as C, beside JAX: kernels, the arena, whole steps, refusals."""
+
+import dataclasses
+import itertools
+import pathlib
+import subprocess
+import tempfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax import lax
+from strategies import DEVICE, examples
+
+import poet_jax
+from poet_jax.emit.c99.buffers import Buffer, Step
+from poet_jax.emit.c99.offsets import alive, place
+
+FLAGS = (
+    "-std=c99 -O1 -Wall -Wextra -Werror -ffp-contract=off "
+    "-fsanitize=undefined,address -fno-sanitize-recover=all"
+).split()
+# Runs some steps with the arguments of the test vector, and writes all results.
+DRIVER = """
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include "poet_step.h"
+extern const void *const poet_given[];
+static char pages[POET_PAGES + 1][POET_PAGE_BYTES + 1];
+int poet_page_out(int32_t page, const void *from, uint32_t bytes) {
+  memcpy(pages[page], from, bytes);
+  return 0;
+}
+int poet_page_in(int32_t page, void *to, uint32_t bytes) {
+  memcpy(to, pages[page], bytes);
+  return 0;
+}
+int main(int count, char **words) {
+  if (poet_init()) return 2;
+  for (int i = 0; i < POET_ARGUMENTS; ++i)
+    if (poet_given[i])
+      memcpy((char *)poet_arena + poet_arguments[i].offset, poet_given[i],
+             poet_arguments[i].bytes);
+  for (int steps = count > 1 ? atoi(words[1]) : 1; steps; --steps)
+    if (poet_step()) return 2;
+  for (int i = 0; i < POET_RESULTS; ++i) {
+    const struct poet_array *x = &poet_results[i];
+    fwrite(x->offset < 0 ? pages[x->page] : (char *)poet_arena + x->offset, 1,
+           x->bytes, stdout);
+  }
+  return 0;
+}
+"""
+
+
+def scheduled(function, *arguments, budget="100%", planner=None, **options):
+    """The schedule for a board."""
+    return poet_jax.schedule(
+        function,
+        budget,
+        device=DEVICE,
+        planner=planner or poet_jax.keep_all,
+        **options,
+    ).plan_for_board(*arguments)
+
+
+def built(schedule, folder, arguments, flags=FLAGS, **options):
+    """The project, compiled with sanitizers, or with other flags."""
+    project = poet_jax.emit.c(schedule, folder, arguments, **options)
+    (folder / "main.c").write_text(DRIVER)
+    sources = sorted(folder.glob("*.c"))
+    command = ["gcc", *flags, *sources, "-o", folder / "program", "-lm"]
+    subprocess.run(command, check=True)
+    return project
+
+
+def results(schedule, folder, arguments, steps=1, **options):
+    """What a function's results are in C after so many steps, as flat arrays."""
+    built(schedule, folder, arguments, **options)
+    command = [folder / "program", str(steps)]
+    data = subprocess.run(command, check=True, capture_output=True).stdout
+    arrays = []
+    for v in schedule.graph.results:
+        x = schedule.graph.values[v]
+        arrays.append(np.frombuffer(data[: x.nbytes], x.dtype).reshape(x.shape))
+        data = data[x.nbytes :]
+    assert not data
+    return arrays
+
+
+def assert_alike(cases, folder, rtol=2e-5):
+    """Each of `cases`, (function, arguments), is in C what it is in JAX."""
+    functions = [function for function, _ in cases]
+    arguments = [arguments for _, arguments in cases]
+
+    def everything(arguments):
+        pairs = zip(functions, arguments, strict=True)
+        return [function(*given) for function, given in pairs]
+
+    schedule = scheduled(everything, arguments)
+    found = results(schedule, folder, [arguments])
+    expected = [np.asarray(x) for x in jax.tree.leaves(jax.jit(everything)(arguments))]
+    for number, (a, b) in enumerate(zip(found, expected, strict=True)):
+        scale = np.abs(b[np.isfinite(b)]).max(initial=0) if b.dtype.kind == "f" else 0
+        np.testing.assert_allclose(
+            a, b, rtol=rtol, atol=rtol * scale + 1e-30, err_msg=f"result {number}"
+        )
+
+
+def normal(rng, *shape):
+    return rng.normal(size=shape).astype(np.float32)
+
+
+UNARY = {
+    "neg": lax.neg, "abs": jnp.abs, "sign": jnp.sign, "floor": jnp.floor,
+    "ceil": jnp.ceil, "round": jnp.round, "exp": jnp.exp, "exp2": jnp.exp2,
+    "expm1": jnp.expm1, "tanh": jnp.tanh, "logistic": jax.nn.sigmoid,
+    "erf": lax.erf, "erfc": lax.erfc, "sin": jnp.sin, "cos": jnp.cos,
+    "square": jnp.square, "cube": lambda x: x**3, "inverse": lambda x: x**-1,
+    "seventh": lambda x: x**7, "sqrt": lambda x: jnp.sqrt(jnp.abs(x)),
+    "rsqrt": lambda x: lax.rsqrt(jnp.abs(x) + 1), "log": lambda x: jnp.log(x * x + 0.1),
+    "log1p": lambda x: jnp.log1p(jnp.abs(x)), "finite": jnp.isfinite,
+    "erf_inv": lambda x: lax.erf_inv(x / 12),
+    "power": lambda x: jnp.abs(x) ** (x - 0.5), "gelu": jax.nn.gelu,
+    "integer": lambda x: (x * 3).astype(jnp.int32), "truth": lambda x: x.astype(bool),
+    "byte": lambda x: (x * 9).astype(jnp.int8).astype(jnp.float32),
+    "bits": lambda x: lax.bitcast_convert_type(x, jnp.uint32) >> 3,
+    "clamped": lambda x: jnp.clip(x, -0.5, 0.5), "infinite": lambda x: jnp.exp(90 * x),
+    "softmax": lambda x: jax.nn.softmax(x), "norm": lambda x: jax.nn.standardize(x),
+}  # fmt: skip
+BINARY = {
+    "add": lax.add, "sub": lax.sub, "mul": lax.mul, "max": lax.max, "min": lax.min,
+    "eq": lax.eq, "ne": lax.ne, "lt": lax.lt, "le": lax.le, "gt": lax.gt, "ge": lax.ge,
+    "div": lax.div, "rem": lax.rem,
+}  # fmt: skip
+BITS = {
+    "and": lax.bitwise_and, "or": lax.bitwise_or, "xor": lax.bitwise_xor,
+    "left": lax.shift_left, "right": lax.shift_right_logical,
+    "arithmetic": lax.shift_right_arithmetic,
+}  # fmt: skip
+
+
+def test_an_element_is_computed_as_in_jax(tmp_path):
+    rng = np.random.default_rng(0)
+    x, y = 3 * normal(rng, 2, 7, 5), normal(rng, 2, 7, 5)
+    cases = [(function, (x,)) for function in UNARY.values()]
+    for dtype in ("float32", "int32", "uint32"):
+        a, b = ((40 * z).astype(np.int32).astype(dtype) for z in (x, y))
+        cases += [(function, (a, b)) for function in BINARY.values()]
+        if dtype != "float32":
+            shifts = (np.abs(a.astype(np.int32)) % 40).astype(dtype)
+            cases += [(f, (a, shifts if "shift" in f.__name__ else b))
+                      for f in BITS.values()]  # fmt: skip
+            cases.append((lambda a: ~a, (a,)))
+    masks = x > 0, y > 0
+    cases += [(f, masks) for f in (jnp.logical_and, jnp.logical_or, jnp.logical_xor)]
+    cases += [(jnp.logical_not, (x > 0,)), (jnp.where, (x > 0, x, y))]
+    assert_alike(cases, tmp_path)
+
+
+def random_reduction(rng):
+    shape = tuple(rng.integers(1, 6, rng.integers(1, 5)))
+    axes = tuple(np.flatnonzero(rng.random(len(shape)) < 0.5).tolist())
+    kind = rng.choice(["sum", "max", "min", "prod", "any", "all", "argmax", "argmin"])
+    x = normal(rng, *shape)
+    if kind in ("any", "all"):
+        return lambda x: getattr(jnp, kind)(x > 0, axis=axes), (x,)
+    if kind in ("argmax", "argmin"):
+        axis = int(rng.integers(len(shape)))
+        return lambda x: getattr(jnp, kind)(jnp.round(x), axis=axis), (x,)
+    return lambda x: getattr(jnp, kind)(2 * x, axis=axes), (x,)
+
+
+def random_cumulation(rng):
+    shape = tuple(rng.integers(1, 6, rng.integers(1, 4)))
+    function = [lax.cumsum, lax.cummax, lax.cummin, lax.cumprod][rng.integers(4)]
+    axis, reverse = int(rng.integers(len(shape))), bool(rng.random() < 0.5)
+    return lambda x: function(x, axis, reverse), (normal(rng, *shape),)
+
+
+def random_product(rng):
+    """Axes of each kind, zero to two, in any order."""
+    counts = rng.integers(0, 3, 4)
+    sizes = iter(rng.integers(1, 7, counts.sum()).tolist())
+    batch, left, right, terms = (
+        [next(sizes) for _ in range(count)] for count in counts
+    )
+    orders = []
+    shapes = []
+    for free in (left, right):
+        axes = [*batch, *free, *terms]
+        order = rng.permutation(len(axes))
+        shapes.append([axes[x] for x in order])
+        place = {int(old): new for new, old in enumerate(order)}
+        orders.append((
+            [place[x] for x in range(len(batch))],
+            [place[len(batch) + len(free) + x] for x in range(len(terms))],
+        ))  # fmt: skip
+    numbers = tuple((tuple(orders[0][k]), tuple(orders[1][k])) for k in (1, 0))
+    arrays = tuple(normal(rng, *shape) for shape in shapes)
+    scale = 2.0 if rng.random() < 0.3 else 1.0
+    return lambda a, b: lax.dot_general(a * scale, b, numbers), arrays
+
+
+def random_move(rng):
+    """Something that only moves elements."""
+    shape = tuple(int(x) for x in rng.integers(1, 6, rng.integers(1, 4)))
+    x, rank = normal(rng, *shape), len(shape)
+    axis = int(rng.integers(rank))
+    starts = [int(rng.integers(size)) for size in shape]
+    stops = [
+        int(rng.integers(a + 1, n + 1)) for a, n in zip(starts, shape, strict=True)
+    ]
+    steps = rng.integers(1, 3, rank).tolist()
+    paddings = [(int(a), int(b), int(c)) for a, b, c in rng.integers(-1, 3, (rank, 3))]
+    paddings = [
+        (max(a, 1 - n), max(b, 1 - n - max(a, 1 - n)), max(c, 0))
+        for (a, b, c), n in zip(paddings, shape, strict=True)
+    ]
+    sizes = [int(rng.integers(1, n + 1)) for n in shape]
+    at = [np.int32(rng.integers(-2, n + 2)) for n in shape]
+    order = rng.permutation(rank).tolist()
+    return [
+        (lambda x: lax.slice(x, starts, stops, steps) + 1, (x,)),
+        (lambda x: lax.pad(x * 2, np.float32(3), paddings), (x,)),
+        (lambda x: lax.rev(x, (axis,)) - x, (x,)),
+        (lambda x: x.transpose(order).reshape(-1), (x,)),
+        (lambda x: (x + 1).reshape(-1)[:, None] * jnp.ones(3), (x,)),
+        (lambda x, y: lax.concatenate([x, y * 2, x], axis), (x, x + 1)),
+        (lambda x, *at: lax.dynamic_slice(x, at, sizes), (x, *at)),
+        (
+            lambda x, *at: lax.dynamic_update_slice(x, jnp.full(sizes, x.sum()), at),
+            (x, *at),
+        ),
+        (lambda x: lax.broadcasted_iota(jnp.int32, x.shape, axis) * 2, (x,)),
+        (lambda x: jnp.broadcast_to(x, (2, *shape)).sum(axis), (x,)),
+        (lambda x: jnp.stack([x, x + 1], axis), (x,)),
+        (lambda x: jnp.tile(x, sizes), (x,)),
+        (lambda x: jnp.unstack(x, axis=axis)[-1] * 2, (x,)),
+        (lambda x: jnp.array_split(x, 2, axis)[0] + 1, (x,)),
+    ][rng.integers(14)]
+
+
+def random_table(rng):
+    """Rows of a table, by numbers that may be outside it, and their gradient."""
+    rows, width = int(rng.integers(1, 6)), int(rng.integers(1, 5))
+    table = normal(rng, rows, width, 2)
+    at = rng.integers(
+        -rows - 2, rows + 2, tuple(rng.integers(1, 4, rng.integers(0, 3)))
+    )
+    at = np.asarray(at, np.int32)
+    mode = str(rng.choice(["fill", "clip", "promise_in_bounds"]))
+    if mode == "promise_in_bounds":
+        at = at % rows
+    look_up = lambda t, i: t.at[i].get(mode=mode)  # noqa: E731
+    safe = "clip" if mode == "clip" else "drop"
+    return [
+        (look_up, (table, at)),
+        (lambda t, i: t.at[:, i % width].get(mode="clip"), (table, at)),
+        (lambda t, i: jnp.take_along_axis(t, i, 1), (
+            table, rng.integers(0, width, (rows, 3, 2), dtype=np.int32))),
+        (jax.grad(lambda t, i: (t.at[i].get(mode="clip") ** 2).sum()), (table, at)),
+        (lambda t, i: t.at[i].add(2.0, mode=safe), (table, at)),
+        (lambda t, i: t.at[i].max(0.1, mode=safe), (table, at)),
+        (lambda t, i: t.at[i.reshape(-1)[:1]].set(7.0, mode=safe), (table, at)),
+    ][rng.integers(7)]  # fmt: skip
+
+
+def random_convolution(rng):
+    """A convolution, also strided, padded, dilated and grouped, or a gradient of it."""
+    spatial = int(rng.integers(1, 3))
+    # Of one axis and in groups, XLA's CPU backend has gradients that are wrong.
+    groups = int(rng.choice([1, 1, 2, 4])) if spatial == 2 else 1
+    ins, outs = groups * int(rng.integers(1, 4)), groups * int(rng.integers(1, 6))
+    window = rng.integers(1, 4, spatial).tolist()
+    image = (rng.integers(4, 8, spatial) + 2).tolist()
+    layout = [("NHWC", "HWIO", "NHWC"), ("NCHW", "OIHW", "NCHW")][rng.integers(2)]
+    layout = tuple(x.replace("W", "") if spatial == 1 else x for x in layout)
+    sizes = {"N": 2, "C": ins, "I": ins // groups, "O": outs}
+    left = {**sizes, **dict(zip("HW", image, strict=False))}
+    right = {**sizes, **dict(zip("HW", window, strict=False))}
+    x = normal(rng, *(left[k] for k in layout[0]))
+    w = normal(rng, *(right[k] for k in layout[1]))
+    padding = [tuple(pair) for pair in rng.integers(-1, 3, (spatial, 2)).tolist()]
+    strides = rng.integers(1, 3, spatial).tolist()
+    dilations = rng.integers(1, 3, (2, spatial)).tolist()
+
+    def convolve(x, w):
+        return lax.conv_general_dilated(
+            x, w, strides, padding, *dilations, layout, groups
+        )
+
+    kind = rng.integers(3)
+    if kind == 0:
+        return convolve, (x, w)
+    argument = int(kind - 1)
+    loss = lambda x, w: (convolve(x, w) ** 2).sum()  # noqa: E731
+    return jax.grad(loss, argument), (x, w)
+
+
+def random_window(rng):
+    shape = (2, *rng.integers(3, 7, 2).tolist(), 3)
+    window = (1, *rng.integers(1, 4, 2).tolist(), 1)
+    strides = (1, *rng.integers(1, 3, 2).tolist(), 1)
+    padding = ((0, 0), *[(0, int(rng.integers(0, n))) for n in window[1:3]], (0, 0))
+    x = normal(rng, *shape)
+
+    def largest(x):
+        return lax.reduce_window(x, -jnp.inf, lax.max, window, strides, padding)
+
+    def summed(x):
+        return lax.reduce_window(x, 0.0, lax.add, window, strides, padding)
+
+    function = [largest, summed][rng.integers(2)]
+    if rng.random() < 0.5:
+        return function, (x,)
+    return jax.grad(lambda x: (function(x) ** 2).sum()), (x,)
+
+
+KERNELS = {
+    "reduction": random_reduction,
+    "cumulation": random_cumulation,
+    "product": random_product,
+    "move": random_move,
+    "table": random_table,
+    "convolution": random_convolution,
+    "window": random_window,
+}
+
+
+@pytest.mark.parametrize("kind", KERNELS)
+@examples(1)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_a_kernel_computes_what_jax_does(kind, seed):
+    """Many random cases, as one program."""
+    rng = np.random.default_rng(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        cases = [KERNELS[kind](rng) for _ in range(25)]
+        assert_alike(cases, pathlib.Path(folder))
+
+
+def test_random_numbers_are_those_of_jax(tmp_path):
+    def function(key, x):
+        first, second = jax.random.split(jax.random.fold_in(key, 3))
+        kept = jax.random.bernoulli(first, 0.5, x.shape)
+        noise = jax.random.normal(second, x.shape)
+        return jnp.where(kept, 2 * x, 0), noise, jax.random.bits(key, (3,)), second
+
+    arguments = jax.random.key(7), np.ones((5, 7), np.float32)
+    schedule = scheduled(function, *arguments)
+    project = poet_jax.emit.c(schedule, tmp_path, arguments)
+    command = ["gcc", *FLAGS, *tmp_path.glob("*.c"), "-o", tmp_path / "program", "-lm"]
+    subprocess.run(command, check=True)
+    done = subprocess.run([tmp_path / "program"], check=True, capture_output=True)
+    assert project.arena_bytes and float(done.stdout.split()[-1]) < 1e-6
+
+
+@st.composite
+def step_lists(draw):
+    """(steps, ties): each reads some of what is there, and writes something new."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+
+    def buffer():
+        return Buffer("b", (int(rng.integers(0, 40)),), "float32")
+
+    state = [buffer() for _ in range(rng.integers(1, 4))]
+    steps = [Step((), tuple(state), lambda pointer: [])]
+    known = list(state)
+    for _ in range(draw(st.integers(1, 25))):
+        count = min(len(known), int(rng.integers(0, 4)))
+        picked = rng.choice(len(known), count, replace=False)
+        reads = tuple(known[x] for x in picked)
+        like = rng.choice(len(known))
+        writes = (Buffer("b", known[like].shape, "float32"), buffer())
+        over = tuple(
+            (old, new) for old in reads for new in writes if old.shape == new.shape
+        )
+        steps.append(Step(reads, writes, lambda pointer: [], over))
+        known += writes
+    new = {old: x for old in state for x in known[len(state) :] if x.shape == old.shape}
+    last = tuple(dict.fromkeys((*new.values(), known[-1])))
+    steps.append(Step(last, (), lambda pointer: []))
+    ties = [(old, x) for old, x in new.items() if list(new.values()).count(x) == 1]
+    return steps, ties
+
+
+@examples(100)
+@given(step_lists())
+def test_no_two_buffers_that_are_alive_overlap(drawn):
+    """But for a result over an operand that its step reads last."""
+    steps, ties = drawn
+    arena, spans = place(steps, ties), alive(steps)
+    over = {pair for step in steps for pair in step.over}
+    moved = dict(arena.copied)
+    for old, new in ties:
+        assert arena.offsets[old] == arena.offsets[new] or moved[new] is old
+    end = len(steps) - 1
+    taken = [(x, x, *span) for x, span in spans.items()]
+    taken += [(old, old, end, end) for old in moved.values()]
+    for (_, a, first, stop), (_, b, start, last) in itertools.combinations(taken, 2):
+        if a is b or not a.nbytes or not b.nbytes:
+            continue
+        is_handed_on = (stop == start and (a, b) in over) or (
+            last == first and (b, a) in over
+        )
+        if first <= last and start <= stop and not is_handed_on:
+            x, y = arena.offsets[a], arena.offsets[b]
+            assert x + a.nbytes <= y or y + b.nbytes <= x
+    assert arena.floor_bytes <= arena.nbytes
+    for x, offset in arena.offsets.items():
+        assert offset % x.itemsize == 0 and offset + x.nbytes <= arena.nbytes
+
+
+def perceptron(key=0, sizes=(24, 16, 16, 16, 10), batch=96):
+    """(loss, parameters, inputs, labels)."""
+    rng = np.random.default_rng(key)
+    parameters = [
+        (normal(rng, a, b) * a**-0.5, np.zeros(b, np.float32))
+        for a, b in itertools.pairwise(sizes)
+    ]
+
+    def loss(parameters, x, labels):
+        for w, b in parameters[:-1]:
+            x = jnp.tanh(x @ w + b)
+        logits = x @ parameters[-1][0] + parameters[-1][1]
+        return optax.losses.softmax_cross_entropy_with_integer_labels(
+            logits, labels
+        ).mean()
+
+    x, labels = normal(rng, batch, sizes[0]), rng.integers(0, sizes[-1], batch)
+    return loss, parameters, x, labels.astype(np.int32)
+
+
+def training_step(loss, optimizer):
+    def step(parameters, state, x, labels):
+        value, gradients = jax.value_and_grad(loss)(parameters, x, labels)
+        updates, state = optimizer.update(gradients, state, parameters)
+        return optax.apply_updates(parameters, updates), state, value
+
+    return step
+
+
+BUDGETS = {
+    "all of it": dict(budget="100%"),
+    "paging": dict(budget="70%", planner=poet_jax.MilpPlanner(remat=False)),
+    "remat": dict(budget="90%", planner=poet_jax.MilpPlanner(paging=False)),
+}
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_three_steps_are_those_of_jax_in_the_memory_of_the_plan(
+    budget, optimizer, tmp_path
+):
+    optimizer = {"sgd": optax.sgd(0.1, 0.9), "adam": optax.adam(1e-2)}[optimizer]
+    loss, parameters, x, labels = perceptron()
+    step = training_step(loss, optimizer)
+    arguments = parameters, optimizer.init(parameters), x, labels
+    options = BUDGETS[budget]
+    schedule = scheduled(step, *arguments, donate_argnums=(0, 1), **options)
+    if budget == "remat":
+        assert schedule.program.recomputed
+    if budget == "paging":
+        assert schedule.usage.bytes_paged_in
+    project = poet_jax.emit.c(schedule, tmp_path, arguments)
+    assert project.plan_bytes == schedule.usage.peak_bytes
+    assert project.arena_bytes <= 1.05 * project.plan_bytes
+    found = results(schedule, tmp_path, arguments, steps=3)
+    new, state = arguments[:2]
+    for _ in range(3):
+        new, state, value = jax.jit(step)(new, state, x, labels)
+    for a, b in zip(found, jax.tree.leaves((new, state, value)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_optimizing_compilers_leave_loops_over_bytes_and_floats_as_they_are(tmp_path):
+    """GCC 12 drops such a function at -O1 as one without effect."""
+
+    def step(mask, a, b):
+        return jnp.where(mask, a, 0) * b
+
+    rng = np.random.default_rng(0)
+    mask = rng.random((4, 448)) < 0.5
+    arguments = mask, normal(rng, 448), normal(rng, 448)
+    schedule = scheduled(step, *arguments)
+    expected = np.asarray(step(*arguments))
+    for level in ("-O1", "-O2"):
+        flags = [level, "-fno-inline", "-std=c99", "-ffp-contract=off"]
+        (found,) = results(schedule, tmp_path, arguments, flags=flags)
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_frozen_arguments_lie_in_flash(tmp_path):
+    loss, parameters, x, labels = perceptron()
+
+    def step(trained, frozen, x, labels):
+        value, gradients = jax.value_and_grad(lambda t: loss([*frozen, t], x, labels))(
+            trained
+        )
+        return jax.tree.map(lambda w, g: w - 0.1 * g, trained, gradients), value
+
+    arguments = parameters[-1], parameters[:-1], x, labels
+    schedule = scheduled(step, *arguments, donate_argnums=0)
+    project = built(schedule, tmp_path, arguments, flash_argnums=1)
+    frozen_bytes = sum(x.nbytes for x in jax.tree.leaves(parameters[:-1]))
+    assert project.constant_bytes == frozen_bytes
+    assert project.arena_bytes <= 1.05 * (schedule.usage.peak_bytes - frozen_bytes)
+    found = results(schedule, tmp_path, arguments, flash_argnums=1)
+    expected = jax.tree.leaves(jax.jit(step)(*arguments))
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_project_says_itself_that_a_step_is_right(tmp_path):
+    """As it is written, with its own `main.c`."""
+    x = np.ones((3, 4), np.float32)
+    project = poet_jax.emit.c(scheduled(lambda x: jnp.tanh(x @ x.T), x), tmp_path, [x])
+    command = ["gcc", *FLAGS, *tmp_path.glob("*.c"), "-o", tmp_path / "program", "-lm"]
+    subprocess.run(command, check=True)
+    done = subprocess.run(
+        [tmp_path / "program"], check=True, capture_output=True, text=True
+    )
+    assert f"arena {project.arena_bytes} bytes" in done.stdout
+    small = f"-DPOET_RAM_BYTES={project.arena_bytes - 1}"
+    refused = subprocess.run([*command, small], capture_output=True, text=True)
+    assert "does not fit" in refused.stderr
+
+
+def refusal(error, function, *arguments, **options):
+    """The message of a refusal, which writes nothing."""
+    folder = pathlib.Path(tempfile.mkdtemp()) / "project"
+    with pytest.raises(error) as raised:
+        poet_jax.emit.c(scheduled(function, *arguments), folder, arguments, **options)
+    assert not folder.exists()
+    return str(raised.value)
+
+
+def test_what_has_no_kernel_is_refused_by_name():
+    x = np.ones((4, 4), np.float32)
+
+    def function(x):
+        return jnp.linalg.cholesky(x), jnp.sort(x), x.astype(jnp.bfloat16) * 2
+
+    message = refusal(NotImplementedError, function, x)
+    for name in ("cholesky", "sort", "mul of bfloat16"):
+        assert name in message
+
+
+def test_a_callback_is_refused():
+    def function(x):
+        aval = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return jax.pure_callback(np.sin, aval, x)
+
+    assert "pure_callback" in refusal(NotImplementedError, function, np.float32(1))
+
+
+def test_a_board_with_too_little_is_refused():
+    x = np.ones((64, 64), np.float32)
+    board = dataclasses.replace(DEVICE, name="tiny", ram_bytes=10_000)
+    message = refusal(ValueError, lambda x: x @ x, x, board=board)
+    assert "tiny has 9.8 KiB of RAM" in message
+
+
+def test_pages_need_storage(tmp_path):
+    loss, parameters, x, labels = perceptron()
+    arguments = parameters, (), x, labels
+    step = training_step(loss, optax.sgd(0.1))
+    arguments = parameters, optax.sgd(0.1).init(parameters), x, labels
+    options = BUDGETS["paging"]
+    schedule = scheduled(step, *arguments, donate_argnums=(0, 1), **options)
+    board = dataclasses.replace(DEVICE, store_bytes=0)
+    with pytest.raises(ValueError, match="0 B of storage.*paging=False"):
+        poet_jax.emit.c(schedule, tmp_path, arguments, board=board)
+
+
+def test_arguments_of_another_shape_are_refused(tmp_path):
+    x = np.ones((4, 4), np.float32)
+    schedule = scheduled(lambda x: x + 1, x)
+    with pytest.raises(ValueError, match="plan again"):
+        poet_jax.emit.c(schedule, tmp_path, [x[:2]])
+
+
+def test_state_that_the_step_replaces_is_not_constant(tmp_path):
+    x = np.ones((4, 4), np.float32)
+    schedule = scheduled(lambda x: x + 1, x, donate_argnums=0)
+    with pytest.raises(ValueError, match="replaces it"):
+        poet_jax.emit.c(schedule, tmp_path, [x], flash_argnums=0)
