@@ -234,6 +234,32 @@ def language_models() -> str:
     return markdown([[*head, *speed], *lines])
 
 
+SYSTEMS = {
+    "torch": "PyTorch",
+    "torch_checkpoint": "PyTorch, gradient checkpointing",
+    "torch_budget": "PyTorch, compiled, a fifth of activations",
+    "jit": "`jax.jit`",
+    "jit_checkpoint": "`jax.jit`, `jax.checkpoint`",
+    "poet_jax": "`poet_jax`",
+    "poet_jax_int4": "`poet_jax`, int4 base",
+}
+
+
+def beside_torch() -> str:
+    """Memory and speed of fine-tuning by several systems."""
+    lines = []
+    for row in read("beside_torch/beside_torch"):
+        lines.append([
+            f"{row['task']}, {row['batch']} x {row['length']}",
+            SYSTEMS[row["system"]],
+            *(size(row[x]) if row[x] else "" for x in ("budget_bytes", "step_bytes")),
+            size(row["process_bytes"]),
+            row["tokens_per_second"],
+        ])  # fmt: skip
+    head = ["task", "system", "budget", "memory of a step", "of the process"]
+    return markdown([[*head, "tokens per second"], *lines])
+
+
 def store() -> str:
     """Rates of pages beside plain transfers of the same file."""
     lines = []
@@ -458,6 +484,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "loop_compilers": loop_compilers,
     "paged_state": paged_state,
     "language_models": language_models,
+    "beside_torch": beside_torch,
     "store": store,
     "hard_limit": hard_limit,
     "shapes": shapes,

@@ -61,10 +61,15 @@ def optimizer_of(
         0.0, learning_rate, warm_up, max(steps, warm_up + 1)
     )
     chosen = optax.chain(optax.clip_by_global_norm(1.0), OPTIMIZERS[name](rates))
-    if store is None:
-        return chosen
+    return chosen if store is None else on_storage(chosen, store)
+
+
+def on_storage(
+    optimizer: optax.GradientTransformation, store: Store
+) -> optax.GradientTransformation:
+    """The optimizer with a state that begins in `store`."""
     return optax.GradientTransformation(
-        functools.partial(init_paged, chosen.init, store), chosen.update
+        functools.partial(init_paged, optimizer.init, store), optimizer.update
     )
 
 

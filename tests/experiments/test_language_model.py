@@ -10,6 +10,7 @@ from checks import assert_three_sentences
 from hypothesis import given
 from hypothesis import strategies as st
 from language_models import TINY, TINY_GPT2, assert_same, logits_of
+from processes import run_module
 
 import poet_jax
 from experiments.language_model import adapters, checkpoint, files, text, train
@@ -241,3 +242,15 @@ def test_the_program_writes_what_it_trained(tmp_path):
     assert f"\nafter: {after}\n" in done.stdout
     rows = text.pack(tokenizer.encode(words).ids, 16)
     assert loss_fn(model, text.batch(rows, 0, 8, 0)) < losses[0]
+
+
+def test_systems_train_one_model_in_turns(tmp_path):
+    """Those that need no PyTorch."""
+    flags = ("--size=1m", "--tasks=lora", "--systems=jit_checkpoint,poet_jax")
+    run_module("benchmarks.beside_torch", tmp_path, *flags, "--steps=2")
+    plain, ours = read_rows(tmp_path / "beside_torch.csv")
+    assert (plain["system"], ours["system"]) == ("jit_checkpoint", "poet_jax")
+    for name in ("first_loss", "last_loss"):
+        assert float(ours[name]) == pytest.approx(float(plain[name]), rel=1e-4)
+    assert int(ours["compiled_bytes"]) <= int(ours["budget_bytes"])
+    assert 0 < int(ours["step_bytes"]) <= int(ours["process_bytes"])
