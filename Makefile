@@ -19,7 +19,8 @@ demo: setup
 edge: setup
 	$(BIN)/python -m experiments.microcontroller --board=all --steps=800
 
-test: setup lint docs
+test: setup
+	$(MAKE) --jobs=2 lint docs
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 figures: setup

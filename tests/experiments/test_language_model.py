@@ -244,13 +244,11 @@ def test_the_program_writes_what_it_trained(tmp_path):
     assert loss_fn(model, text.batch(rows, 0, 8, 0)) < losses[0]
 
 
-def test_systems_train_one_model_in_turns(tmp_path):
-    """Those that need no PyTorch."""
-    flags = ("--size=1m", "--tasks=lora", "--systems=jit_checkpoint,poet_jax")
-    run_module("benchmarks.beside_torch", tmp_path, *flags, "--steps=2")
-    plain, ours = read_rows(tmp_path / "beside_torch.csv")
-    assert (plain["system"], ours["system"]) == ("jit_checkpoint", "poet_jax")
-    for name in ("first_loss", "last_loss"):
-        assert float(ours[name]) == pytest.approx(float(plain[name]), rel=1e-4)
-    assert int(ours["compiled_bytes"]) <= int(ours["budget_bytes"])
-    assert 0 < int(ours["step_bytes"]) <= int(ours["process_bytes"])
+def test_a_system_is_measured_that_needs_no_torch(tmp_path):
+    flags = ("--size=1m", "--tasks=lora", "--systems=jit_checkpoint", "--steps=2")
+    run_module("benchmarks.beside_torch", tmp_path, *flags)
+    (row,) = read_rows(tmp_path / "beside_torch.csv")
+    assert (row["task"], row["system"]) == ("lora", "jit_checkpoint")
+    # Of random parameters and tokens.
+    assert float(row["first_loss"]) == pytest.approx(np.log(2048), rel=0.01)
+    assert 0 < int(row["step_bytes"]) <= int(row["process_bytes"])
