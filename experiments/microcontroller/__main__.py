@@ -1,7 +1,7 @@
 """A model trains on emulated microcontrollers, with the bits of this machine's C.
 
 Command:  python -m experiments.microcontroller --model=mlp --board=mps2-an386
-Time:     a minute for the MLP, of which emulation is a third.
+Time:     a minute for the MLP; emulation takes a third of it.
 Expect:   over 90 % of held-out digits right; one checksum of the weights on all
           boards, and JAX's weights to rounding; an arena at most 5 % above the plan.
 
@@ -40,7 +40,9 @@ DEVICE = flags.DEFINE_string("device", "STM32H7", "Profile that prices the plan.
 RAM = flags.DEFINE_string("ram", "4MiB", "RAM of the boards, for arena and stack.")
 STEPS = flags.DEFINE_integer("steps", 10, "Training steps.", 1)
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 16, "Examples of a step.", 1)
-SHRINK = flags.DEFINE_integer("shrink", 1, "Pixels a side of which one is made.", 1)
+SHRINK = flags.DEFINE_integer(
+    "shrink", 1, "Factor by which images shrink, on each side.", 1
+)
 EXAMPLES = flags.DEFINE_integer("examples", 1600, "Examples in flash.", 1)
 TRAINED = flags.DEFINE_integer("trained", 1280, "Of these, those trained on.", 1)
 RATE = flags.DEFINE_float("learning_rate", 0.2, "Of gradient descent.")

@@ -362,7 +362,7 @@ def test_random_numbers_are_those_of_jax(tmp_path):
 
 @st.composite
 def step_lists(draw):
-    """(steps, ties): each reads some of what is there, and writes something new."""
+    """(steps, ties): each reads some of the buffers there, and writes a new one."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
 
     def buffer():

@@ -19,7 +19,7 @@ KEY_WORDS = 2  # of a key of threefry
 
 
 def is_key(dtype: Any) -> bool:
-    """Whether it is that of keys of threefry, JAX's default."""
+    """Whether a dtype is that of threefry keys, JAX's default."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key) and "fry" in str(dtype)
 
 

@@ -100,7 +100,7 @@ class Body:
     def at(self, operand: Any, shape: Sequence[int], index: Index) -> str:
         """An element of an operand as a variable, or as a constant.
 
-        Raises Materialise, and NotImplementedError without a rule.
+        Raises Materialise, and Unsupported without a rule.
         """
         if isinstance(operand, Literal):
             return scalars.constant(operand.value)

@@ -185,7 +185,7 @@ class _Builder:
 
 
 def _read_later(program: Program) -> list[set[int]]:
-    """[I] of what each instruction writes, what is read before it is dropped."""
+    """[I] values that each instruction writes and a later one reads."""
     graph = program.graph
     alive = {*graph.returned, *(graph.successors[v] for v in graph.resident)}
     found: list[set[int]] = []
@@ -207,7 +207,7 @@ def _read_later(program: Program) -> list[set[int]]:
 
 
 def page_slots(program: Program) -> dict[int, int]:
-    """Number of the page of each value on storage; new state has that of the old."""
+    """Page number of each value on storage. New state shares its old state's page."""
     graph = program.graph
     slots: dict[int, int] = {}
     for v in sorted(graph.stored):

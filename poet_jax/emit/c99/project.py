@@ -97,7 +97,7 @@ def c(
       flash_argnums: positional arguments that never change, and are constants in flash.
       board: whose RAM and storage have to suffice.
 
-    Raises NotImplementedError for operations without a kernel, all of them by name, and
+    Raises NotImplementedError for operations without a kernel, by name, and
     ValueError for a program on several devices, a board that does not suffice, and for
     `flash_argnums` that the step replaces.
     """
