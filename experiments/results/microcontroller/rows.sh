@@ -1,5 +1,5 @@
 #!/bin/sh
-# Writes steps.csv anew, from the repository's root. Takes about 15 minutes.
+# Writes steps.csv anew, from the repository's root. Takes two minutes.
 R=experiments/results/microcontroller/steps.csv
 rm -f $R
 P=".venv/bin/python -m experiments.microcontroller --rows=$R"
