@@ -11,10 +11,10 @@ as it is measured; --only_missing measures only rows that the file lacks. All of
 takes four minutes on two cores.
 
 Columns are those of `experiments.benchmarks.measuring.measure_step`. Expect seconds to
-be 10 to 20 us more than those of `jax.jit`, as a call returns when its step is done:
-what JAX does meanwhile under `jax.jit`, such as to free the old state, comes after it.
-That is a ratio of 1.03 to 1.13. Expect first_seconds as those of `jax.jit`, and below
-100 % two seconds more. A share that is too small has no ratio.
+be 5 to 15 us more than those of `jax.jit`, as each call first sees to it that no other
+step runs and that no trace is under way. That is a ratio of 0.96 to 1.09. Expect
+first_seconds as those of `jax.jit`, and below 100 % two seconds more. A share that is
+too small has no ratio.
 """
 
 import itertools

@@ -40,7 +40,7 @@ from poet_jax.core.trace import trace
 from poet_jax.devices.machine import free_bytes, host
 from poet_jax.devices.price import price
 from poet_jax.emit import emit
-from poet_jax.emit.executor import HostExecutor, Run, Step
+from poet_jax.emit.executor import HostExecutor, Run, Step, signal
 from poet_jax.emit.paged_step import PagedStep
 from poet_jax.emit.shards import count_devices, platform_of, sharded
 from poet_jax.passes import (
@@ -323,7 +323,14 @@ class Scheduled:
 
         def whole() -> Step:
             own_bytes = _scratch(traced)[1]
-            return Step(jitted, args, kwargs, graph, scratch_bytes=own_bytes)
+            return Step(
+                jitted,
+                args,
+                kwargs,
+                graph,
+                scratch_bytes=own_bytes,
+                signal=signal(graph),
+            )
 
         def build(program: Program) -> Step | PagedStep:
             emitted = emit(program, trace=is_timed)
@@ -347,6 +354,7 @@ class Scheduled:
                 graph,
                 scratch_bytes=scratch_bytes,
                 recomputed=program.recomputed,
+                signal=signal(graph),
             )
 
         processes = self._processes(args, kwargs)

@@ -1,7 +1,9 @@
 """A program as one compiled step: what happens at a call, and what it measured."""
 
+import contextlib
 import dataclasses
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,7 +40,8 @@ class Run:
     """What one call of a step measured.
 
     Attributes:
-      seconds: wall-clock time of the call.
+      seconds: from the call until its results were there; until `last_run` asked for
+        them, if that is later and the step pages nothing.
       peak_bytes: most RAM of array data and workspace, by XLA's own count.
       bytes_paged_in, bytes_paged_out: moved from and to the store.
       recomputed: nodes that ran again.
@@ -95,8 +98,8 @@ class HostExecutor:
 class Step:
     """A jitted function, compiled for the arguments that were planned for.
 
-    A call is one of the function. It returns when the step is done, so that no two
-    share the memory.
+    A call is one of the function. It returns before the step is done, as one of
+    `jax.jit` does, but begins when no other step runs, so that no two share the memory.
 
     Args:
       jitted: what is compiled.
@@ -104,6 +107,8 @@ class Step:
       graph: what is compiled in another form; says what is in RAM from the beginning.
       scratch_bytes: that libraries allocate without XLA's knowledge.
       recomputed: nodes that run again.
+      signal: which of the flat results tells that the step is done, as `signal` finds
+        it; if None, a call waits for all.
 
     Attributes:
       nbytes: RAM while it runs, by XLA's own count, arguments and results included.
@@ -119,8 +124,9 @@ class Step:
         *,
         scratch_bytes: int = 0,
         recomputed: int = 0,
+        signal: int | None = None,
     ):
-        self._jitted = jitted
+        self._jitted, self._signal = jitted, signal
         # JAX keeps what it compiled; nothing here does, so that jax.clear_caches()
         # frees it.
         self._shapes = jax.tree.map(_shape, (tuple(args), dict(kwargs)))
@@ -134,7 +140,7 @@ class Step:
             held_bytes + new_bytes + analysis.temp_size_in_bytes + scratch_bytes
         )
         self._recomputed = recomputed
-        self._seconds = 0.0
+        self._start, self._seconds = 0.0, 0.0
 
     @property
     def compiled(self) -> jax.stages.Compiled:
@@ -150,10 +156,11 @@ class Step:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if copied:  # memory that this step does not know of
             drop_copies()
-        start = time.perf_counter()
+        if running:
+            wait()
+        self._start = time.perf_counter()
         try:
             results = self._jitted(*args, **kwargs)
-            _wait_for(results)
         except (RuntimeError, ValueError) as error:
             if "has been deleted" not in str(error):
                 raise
@@ -162,29 +169,54 @@ class Step:
                 "was donated to an earlier call is gone. Use what that call "
                 "returned."
             ) from error
-        self._seconds = time.perf_counter() - start
+        if self._signal is None:
+            jax.block_until_ready(results)
+            self.done()
+        else:
+            result = jax.tree.leaves(results)[self._signal]
+            running.append((weakref.ref(self), result))
         return results
 
     @property
     def last_run(self) -> Run:
+        wait()
         return Run(self._seconds, self.nbytes, recomputed=self._recomputed)
 
+    def done(self) -> None:
+        """The latest call has ended."""
+        self._seconds = time.perf_counter() - self._start
 
-_CONTAINERS = tuple, list, dict
+
+SIGNAL_BYTES = 1024  # results of more are not kept to see when a step is done
+# Steps that may still run, each with a result that tells.
+running: list[tuple[weakref.ref[Step], jax.Array]] = []
 
 
-def _wait_for(results: Any) -> None:
-    """Block until one array is there: all of one program are there at once.
+def signal(graph: Graph) -> int | None:
+    """The smallest of the flat results that are computed; None if it is large.
 
-    Flattening `results` would take longer than a short step waits.
+    JAX returns an argument that is a result as it is, which tells nothing.
     """
-    first = results
-    while isinstance(first, _CONTAINERS) and first:
-        first = next(iter(first.values() if isinstance(first, dict) else first))
-    if not isinstance(first, jax.Array):
-        first = next(iter(jax.tree.leaves(results)), None)
-    if first is not None:
-        first.block_until_ready()
+    given = {*graph.initial, *graph.constants}
+    sizes = [
+        (graph.values[v].nbytes, leaf)
+        for leaf, v in enumerate(graph.results)
+        if v not in given
+    ]
+    nbytes, leaf = min(sizes, default=(SIGNAL_BYTES + 1, 0))
+    return leaf if nbytes <= SIGNAL_BYTES else None
+
+
+def wait() -> None:
+    """Return when no step runs."""
+    while running:
+        # Another thread may wait, too. A step that failed says so where its results are
+        # used; one whose results were donated since is waited for by what took them.
+        with contextlib.suppress(IndexError, RuntimeError, ValueError):
+            step, result = running.pop()
+            result.block_until_ready()
+            if (step := step()) is not None:
+                step.done()
 
 
 def _shape(leaf: Any) -> Any:
@@ -204,4 +236,5 @@ def _shape(leaf: Any) -> Any:
 
 def release() -> None:
     """Drop the copies of `PagedArray`s that steps left in RAM for the next call."""
+    wait()
     drop_copies()

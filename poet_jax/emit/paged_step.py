@@ -10,7 +10,7 @@ import numpy as np
 from poet_jax.core.graph import Graph
 from poet_jax.core.plan import Free, PageIn, PageOut
 from poet_jax.emit import Emitted
-from poet_jax.emit.executor import Run, Span, Step
+from poet_jax.emit.executor import Run, Span, Step, wait
 from poet_jax.stores import PagedArray, Store, library
 from poet_jax.stores.paged import drop_copies
 from poet_jax.stores.store import SECTOR_BYTES
@@ -74,6 +74,7 @@ class PagedStep:
         return self._step.compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        wait()
         start = time.perf_counter()
         graph, leaves = self.graph, jax.tree.leaves((args, kwargs))
         given = dict(zip(graph.arguments, leaves, strict=True))

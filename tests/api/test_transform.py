@@ -562,6 +562,27 @@ def test_it_may_be_called_with_arrays_while_another_function_is_traced():
         assert_same(scheduled(x), jnp.sin(x))
 
 
+def test_a_call_returns_before_its_step_is_done_and_begins_after_the_last():
+    def step(x):
+        x = jax.lax.fori_loop(0, 100_000, lambda _, y: jnp.tanh(y @ y), x)
+        return x, x.sum()
+
+    first, second = schedule(step, "100%"), schedule(step, "100%")
+    first.plan(W), second.plan(W)
+    _, loss = first(W)
+    assert not loss.is_ready()
+    _, other = second(W)
+    assert loss.is_ready() and not other.is_ready()
+    assert second.last_run.seconds > 0 and other.is_ready()
+
+
+def test_a_call_waits_where_all_results_are_large():
+    scheduled = schedule(
+        lambda x: jax.lax.fori_loop(0, 1_000, lambda _, y: jnp.tanh(y @ W), x), "100%"
+    )
+    assert scheduled(X).is_ready() and scheduled(X).is_ready()
+
+
 def test_threads_may_share_a_step():
     """Each donates its own state, which another thread's call may have to wait for."""
     scheduled = schedule(lambda w: {"w": w + 1}, "1GiB", donate_argnums=0)
