@@ -544,8 +544,9 @@ def schedule(
       passes: what is done to the graph of single equations, in turn. By default
         `push_slices` (a slice of a product becomes the product of a slice),
         `reassociate` (products with thin matrices in the cheap order), `fold_scales`
-        (frozen scales go into frozen kernels), `group` (what XLA would fuse becomes one
-        node), `expand_at_use` (what expands arguments is computed for each reader),
+        (frozen scales go into frozen kernels), `open_shard_maps` (the body of a
+        `shard_map` in nodes), `group` (what XLA would fuse becomes one node),
+        `expand_at_use` (what expands arguments is computed for each reader),
         `inline_cheap` (what the backward pass reads of a light node is computed
         there again), `stream_state` (large updates of state on storage go block by
         block), `reorder` (nodes free early), and `cpu_kernels` (operations in forms

@@ -33,6 +33,8 @@ class Value:
       on_host: whether it is in the host's memory where others are in the device's, as
         after `jax.device_put(x, jax.memory.Space.Host)`.
       sharding: how it lies on several devices; None on one.
+      varying: in the body of a `shard_map`, axes of the mesh along which devices have
+        values of their own.
     """
 
     name: str
@@ -43,6 +45,7 @@ class Value:
     pageable: bool = True
     on_host: bool = False
     sharding: Any = None
+    varying: frozenset[Any] = frozenset()
 
     @property
     def aval(self) -> jax.ShapeDtypeStruct:

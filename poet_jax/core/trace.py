@@ -79,6 +79,11 @@ def trace_part(fun: Callable, *args: Any) -> Graph:
     return _Builder(traced.jaxpr.consts).build(traced, shared=True)
 
 
+def trace_body(jaxpr: Any) -> Graph:
+    """The graph of a body among an equation's parameters, of its operands."""
+    return _Builder(()).body(jaxpr)
+
+
 # Frames that are not the caller's: Python's, installed packages' and this package's.
 _INSTALLED = tuple(
     os.path.join(folder, "")
@@ -153,6 +158,31 @@ class _Builder:
         )
         return without_dead_code(graph)
 
+    def body(self, jaxpr) -> Graph:
+        """The graph of an equation's body; an output may be an argument, or another
+        output."""
+        inner, consts = _open(jaxpr)
+        arguments = [self.value(var.aval, "operand") for var in inner.invars]
+        env: dict[Any, Any] = dict(zip(inner.invars, arguments, strict=True))
+        for var, const in zip(inner.constvars, consts, strict=True):
+            env[var] = self.constant(const, var.aval, "constant")
+        self.walk(inner, env, prefix="", backward=False)
+        outputs = []
+        for var in inner.outvars:
+            operand = self.read(var, env)
+            if isinstance(operand, Literal):
+                operand = self.constant(operand.value, var.aval, "literal")
+            outputs.append(operand)
+        return without_dead_code(
+            Graph(
+                tuple(self.values),
+                tuple(self.nodes),
+                tuple(arguments),
+                tuple(outputs),
+                self.constants,
+            )
+        )
+
     def let(self, env, var, value: int) -> None:
         """Let a variable of the whole function be `value`, or a reference to it."""
         if is_reference(var.aval):
@@ -164,6 +194,7 @@ class _Builder:
         is_key = jnp.issubdtype(aval.dtype, jax.dtypes.extended)
         weak_type = bool(getattr(aval, "weak_type", False))
         on_host = getattr(aval, "memory_space", None) == jax.memory.Space.Host
+        manual = getattr(aval, "manual_axis_type", None)
         self.values.append(
             Value(
                 name,
@@ -174,6 +205,7 @@ class _Builder:
                 # A page is read back without a weak type.
                 pageable=not (is_key or weak_type or on_host),
                 on_host=on_host,
+                varying=getattr(manual, "varying", frozenset()),
             )
         )
         return len(self.values) - 1
@@ -382,7 +414,7 @@ def _node_name(eqn, stack: str) -> str:
     if not scopes:
         where = source_info_util.summarize(eqn.source_info).split(" ")[0]
         scopes = [":".join(where.rsplit("/", 1)[-1].split(":")[:2])]
-    return "/".join((*scopes[-2:], eqn.primitive.name))
+    return "/".join((*filter(None, scopes[-2:]), eqn.primitive.name))
 
 
 def without_dead_code(graph: Graph) -> Graph:

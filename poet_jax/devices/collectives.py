@@ -2,14 +2,16 @@
 
 For its shard of a product, a device needs the matching rows and columns of the
 operands. Along summed axes it needs all of them, unless both operands are cut alike
-there: then each device sums its part, and the sums are added.
+there: then each device sums its part, and the sums are added. In the body of a
+`shard_map`, collectives say what is exchanged.
 """
 
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from poet_jax.core.equation import Equation
+from poet_jax.core.equation import Equation, unrolled
 from poet_jax.core.graph import Graph, Node, Value
 
 
@@ -31,7 +33,12 @@ def received_bytes(graph: Graph, node: Node) -> int:
     result is cut (a reduce-scatter), and twice that where it is whole (an all-reduce),
     as around a ring (Patarasuk and Yuan, JPDC 2009).
     """
-    total = 0
+    total = sum(
+        _exchanged_bytes(inner, equation.params["mesh"]) * runs
+        for equation in node.equations
+        if equation.primitive.name == "shard_map"
+        for inner, runs in unrolled([equation])
+    )
     for left, right in _products(graph, node):
         for operand in (left, right):
             if operand.is_gathered:
@@ -42,6 +49,29 @@ def received_bytes(graph: Graph, node: Node) -> int:
             is_cut = math.prod(result.shard_shape) * result.dtype.itemsize < whole
             total += int((1 if is_cut else 2) * whole * (parts - 1) / parts)
     return total
+
+
+def _exchanged_bytes(equation: Equation, mesh: Any) -> int:
+    """What each device receives in a collective, around a ring of n devices; 0 for any
+    other equation."""
+    params = equation.params
+    axes = params.get("axes", params.get("axis_name", ()))
+    axes = axes if isinstance(axes, tuple) else (axes,)
+    n = math.prod(mesh.shape.get(axis, 1) for axis in axes)
+    given, made = (
+        sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes)
+        for shapes in (equation.operand_shapes, equation.result_shapes)
+    )
+    match equation.primitive.name.removesuffix("_invariant"):
+        case "psum" | "pmax" | "pmin":
+            return 2 * given * (n - 1) // n
+        case "all_gather" | "all_to_all":
+            return made * (n - 1) // n
+        case "reduce_scatter":
+            return given * (n - 1) // n
+        case "ppermute":
+            return given
+    return 0
 
 
 @dataclasses.dataclass(frozen=True)

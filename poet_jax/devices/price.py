@@ -23,8 +23,9 @@ def price(graph: Graph, device: DeviceProfile, *, measure: bool = False) -> Cost
     each equation's FLOPs are multiplied by `device.slowdown`. A `while` counts one
     trip. Joules are compute power times seconds; a roofline's exclude dispatch. Nodes
     in the file `device.node_costs` cost what it says. On several devices a node's work
-    is divided as the bytes that it reads and writes are, and what a product needs of
-    the others' shards arrives at `device.link_bytes_per_second`, at paging power.
+    is divided as the bytes that it reads and writes are, and what a product or a
+    collective needs of the others' shards arrives at `device.link_bytes_per_second`,
+    at paging power.
 
     With `measure`, each distinct node is compiled and timed on this machine, and its
     workspace is XLA's count plus `scratch.node_scratch`. Nodes with side effects, or
@@ -88,7 +89,9 @@ def kernel_seconds(kernel: Kernel, device: DeviceProfile) -> float:
 
 
 def _share(graph: Graph, node: Node) -> float:
-    """Of a node's work, what each device does."""
+    """Of a node's work, what each device does; a `shard_map` says so itself."""
+    if any(e.primitive.name == "shard_map" for e in node.equations):
+        return 1.0
     values = [graph.values[v] for v in (*node.reads, *node.writes)]
     whole = sum(math.prod(x.shape) for x in values)
     return sum(math.prod(x.shard_shape) for x in values) / whole if whole else 1.0

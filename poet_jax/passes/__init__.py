@@ -11,6 +11,7 @@ from poet_jax.passes.inlining import inline_cheap
 from poet_jax.passes.loops import unroll
 from poet_jax.passes.reordering import reorder
 from poet_jax.passes.rewriter import Rewriter
+from poet_jax.passes.shard_maps import open_shard_maps
 from poet_jax.passes.sparse.products import reassociate
 from poet_jax.passes.sparse.scales import fold_scales
 from poet_jax.passes.sparse.slices import push_slices
@@ -23,6 +24,7 @@ PASSES: tuple[Pass, ...] = (
     push_slices,
     reassociate,
     fold_scales,
+    open_shard_maps,
     group,
     expand_at_use,
     inline_cheap,
@@ -45,6 +47,7 @@ __all__ = [
     "Rewriter",
     "reassociate",
     "group",
+    "open_shard_maps",
     "cpu_kernels",
     "fold_scales",
     "push_slices",

@@ -7,7 +7,8 @@ ones form one node per connected component. Six rules keep the groups useful:
   otherwise join every parameter's update into one node.
 - A light equation that reads nothing but arguments joins its first consumer, so that
   the decay of a moment is part of the update and not a copy that waits for it.
-- A broadcast of a tiny value is repeated inside every node that reads it.
+- A broadcast of a tiny value is repeated inside every node that reads it, and so is a
+  `pvary`, which moves nothing.
 - A slice that the backward pass takes of what the forward pass made stays there, as
   the slice would be saved beside the whole otherwise.
 - In a sum of expensive results, as of the gradients of several batches, each addition
@@ -77,13 +78,15 @@ class _Coarsener:
         return self.graph.values[value].nbytes <= TINY_BYTES
 
     def is_free(self, number: int) -> bool:
-        """A broadcast of tiny operands, repeated wherever it is read."""
+        """A broadcast of tiny operands, or a change of a type alone: repeated wherever
+        it is read."""
         node = self.graph.nodes[number]
+        name = node.equations[0].primitive.name
         return (
-            node.equations[0].primitive.name in ("broadcast_in_dim", "iota")
+            name == "pvary"
+            or name in ("broadcast_in_dim", "iota")
             and all(self.is_tiny(v) for v in node.reads)
-            and not any(v in self.graph.leaving for v in node.writes)
-        )
+        ) and not any(v in self.graph.leaving for v in node.writes)
 
     def reads(self, number: int) -> Iterable[int]:
         """Values that node `number` reads once free nodes are repeated inside it."""
@@ -314,8 +317,9 @@ def can_turn(equation: Equation) -> bool:
         len(shape) == len(axes) + 1
         for shape, axes in zip(shapes, contracted, strict=True)
     )
-    sharded = equation.params.get("out_sharding") is not None
-    return of_matrices and not sharded and not any(map(len, batch))
+    sharding = equation.params.get("out_sharding")
+    is_cut = sharding is not None and any(sharding.spec)
+    return of_matrices and not is_cut and not any(map(len, batch))
 
 
 def turned(product: Equation, transpose: Equation) -> Equation:

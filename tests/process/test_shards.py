@@ -2,6 +2,7 @@
 of its own."""
 
 import dataclasses
+import functools
 import os
 
 import jax
@@ -15,6 +16,8 @@ from processes import CASE
 from strategies import DEVICE
 
 import poet_jax
+from poet_jax.core.trace import trace
+from poet_jax.passes import open_shard_maps
 
 LAYERS, WIDTH, ROWS = 4, 64, 4096
 optimizer = optax.adam(1e-3)
@@ -181,19 +184,83 @@ def test_state_on_storage_is_refused_by_name():
         scheduled("75%").plan(paged, x)
 
 
-def test_a_part_may_be_a_shard_map():
-    on = mesh()
-    state, x = data_parallel()
+def tensor_parallel(params, x):
+    """Layers over two devices each, in the body of a `shard_map`."""
+    for up, down in zip(params["up"], params["down"], strict=True):
+        x = x + jax.lax.psum(jnp.tanh(x @ up) @ down, "model")
+    return jax.lax.pmean(jnp.mean(x**2), "data")
 
-    def with_a_shard_map(state, x):
-        double = jax.shard_map(
-            lambda x: 2 * x, mesh=on, in_specs=P("data"), out_specs=P("data")
-        )
-        return step(state, double(x))
 
-    expected = jax.jit(with_a_shard_map)(state, x)
-    planned = poet_jax.schedule(with_a_shard_map, "85%", device=DEVICE)
-    assert_close(planned(state, x), expected)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_a_plan_goes_into_the_body_of_a_shard_map(check_vma):
+    on = mesh((4, 2), ("data", "model"))
+    specs = {"up": [P(None, "model")] * LAYERS, "down": [P("model")] * LAYERS}
+
+    @functools.partial(
+        jax.shard_map,
+        mesh=on,
+        in_specs=(specs, P("data")),
+        out_specs=(specs, P()),
+        check_vma=check_vma,
+    )
+    def train(params, x):
+        value, gradient = jax.value_and_grad(tensor_parallel)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient), value
+
+    def put(x, spec):
+        return jax.device_put(x, NamedSharding(on, spec))
+
+    params = jax.tree.map(put, init(), specs)
+    x = put(jax.random.normal(jax.random.key(1), (ROWS, WIDTH)), P("data"))
+    planner = poet_jax.MilpPlanner(time_limit_seconds=2)
+    planned = poet_jax.schedule(train, "50%", device=DEVICE, planner=planner)
+    made = planned.plan(params, x)
+    assert len(made.graph.nodes) > 8 * LAYERS
+    assert made.compiled_bytes <= made.budget.memory_bytes
+    assert_close(planned(params, x), jax.jit(train)(params, x))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_the_body_of_a_shard_map_is_the_same_in_nodes(check_vma):
+    def body(x, scale, key):
+        whole = jax.lax.all_gather(x, "data", tiled=True)
+        part = jax.lax.psum_scatter(whole * scale, "data", tiled=True)
+        turned = jax.lax.ppermute(part, "data", [(n, (n + 1) % 4) for n in range(4)])
+        number = jax.lax.axis_index("data")
+        noise = jax.random.normal(jax.random.fold_in(key, number), (2, 3))
+        total, _ = jax.lax.scan(lambda c, row: (c + row.sum(), None), turned[0, 0], x)
+        mean = jax.lax.pmean(total * number.astype(float), "data")
+        return x, turned + noise, (mean, 1.5), jnp.full(3, total), mean
+
+    on = mesh((4, 2), ("data", "model"))
+    mapped = jax.shard_map(
+        body,
+        mesh=on,
+        in_specs=(P("data"), P(), P()),
+        out_specs=(P("data"), P("data"), P(), P("data"), P()),
+        check_vma=check_vma,
+    )
+    args = jnp.arange(24.0).reshape(8, 3), jnp.float32(2), jax.random.key(0)
+    graph = open_shard_maps(trace(mapped, *args))
+    assert len(graph.nodes) > 8
+    results = jax.jit(lambda *flat: graph(*flat))(*args)
+    assert_close(jax.tree.unflatten(graph.out_tree, results), jax.jit(mapped)(*args))
+
+
+def test_a_plan_goes_into_a_pmap():
+    @functools.partial(jax.pmap, axis_name="data", in_axes=(None, 0))
+    def loss(params, x):
+        for up, down in zip(params["up"], params["down"], strict=True):
+            x = x + jnp.tanh(x @ up) @ down
+        return jax.lax.pmean(jnp.mean(x**2), "data")
+
+    def gradient(params, x):
+        return jax.grad(lambda params: loss(params, x).mean())(params)
+
+    params, x = init(), jnp.ones((8, 64, WIDTH))
+    planned = poet_jax.schedule(gradient, "70%", device=DEVICE)
+    assert len(planned.plan(params, x).graph.nodes) > 8 * LAYERS
+    assert_close(planned(params, x), jax.jit(gradient)(params, x))
 
 
 def test_nothing_is_paged_and_the_error_says_so():

@@ -1,0 +1,196 @@
+"""The inside of each `shard_map` in the graph, so that a plan decides for each of its
+nodes by itself: `Graph -> Graph`.
+
+A `shard_map` is one equation, whose body each device runs on shards. Here each node of
+the body is a `shard_map` of its own. What one leaves for another is an array in the
+graph whose shards are what the devices made.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from poet_jax.core.equation import Equation
+from poet_jax.core.graph import Graph, Node
+from poet_jax.core.trace import trace_body, without_dead_code
+from poet_jax.passes.grouping import group
+from poet_jax.passes.splicing import Splicer
+
+
+def open_shard_maps(graph: Graph) -> Graph:
+    """`graph` with each node of a `shard_map`'s body as a `shard_map` of its own.
+
+    Nodes are those that `group` makes of the body. A loop in a body stays one node.
+    Bodies with an effect, and on axes of an explicit mesh, stay as they are.
+    """
+    if not any(map(_may_open, graph.nodes)):
+        return graph
+    return _Opener(graph).result()
+
+
+def _may_open(node: Node) -> bool:
+    if len(node.equations) != 1 or not node.repeatable:
+        return False
+    (equation,) = node.equations
+    return (
+        equation.primitive.name == "shard_map"
+        and AxisType.Explicit not in equation.params["mesh"].axis_types
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Form:
+    """How shards are an array.
+
+    Attributes:
+      spec: of the array.
+      is_scalar: whether its one axis is that of the devices only.
+    """
+
+    spec: P
+    is_scalar: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class _Manual:
+    """The devices of a `shard_map`."""
+
+    mesh: Any
+    axes: frozenset[Any]
+    check_vma: bool
+
+    def form(self, varying: frozenset[Any], shape: Sequence[int]) -> _Form:
+        """Of shards that differ along some axes of the mesh: one after the other."""
+        if not self.check_vma:
+            varying = self.axes
+        along = tuple(axis for axis in self.mesh.axis_names if axis in varying)
+        return _Form(P(along), not shape) if along else _Form(P())
+
+    def mapped(
+        self, fun: Callable, reads: Sequence[_Form], writes: Sequence[_Form]
+    ) -> Callable:
+        """`fun` of shards as a function of arrays in these forms."""
+
+        def body(*operands: Any) -> tuple[Any, ...]:
+            shards = (
+                lax.squeeze(x, (0,)) if form.is_scalar else x
+                for form, x in zip(reads, operands, strict=True)
+            )
+            return tuple(
+                lax.expand_dims(x, (0,)) if form.is_scalar else x
+                for form, x in zip(writes, fun(*shards), strict=True)
+            )
+
+        return jax.shard_map(
+            body,
+            mesh=self.mesh,
+            in_specs=tuple(form.spec for form in reads),
+            out_specs=tuple(form.spec for form in writes),
+            axis_names=self.axes,
+            check_vma=self.check_vma,
+        )
+
+
+class _Opener(Splicer):
+    def __init__(self, graph: Graph):
+        super().__init__(graph)
+        self.names: dict[Any, Any] = {}  # what results are now
+
+    def result(self) -> Graph:
+        graph = self.graph
+        for node in graph.nodes:
+            if _may_open(node):
+                self.open(node)
+            else:
+                self.nodes.append(self.renamed(node))
+
+        def now(v: int) -> int:
+            return self.names.get(v, v)
+
+        stacks = {
+            v: dataclasses.replace(x, values=tuple(map(now, x.values)))
+            for v, x in graph.stacks.items()
+        }
+        return without_dead_code(
+            dataclasses.replace(
+                graph,
+                values=tuple(self.values),
+                nodes=tuple(self.nodes),
+                outputs=tuple(map(now, graph.outputs)),
+                constants=self.constants,
+                landing={now(v): x for v, x in graph.landing.items()},
+                stacks=stacks,
+            )
+        )
+
+    def renamed(self, node: Node) -> Node:
+        if self.names.keys().isdisjoint(node.reads):
+            return node
+        equations = [equation.renamed(self.names) for equation in node.equations]
+        return Node.of(node.name, equations, node.writes, node.backward)
+
+    def open(self, node: Node) -> None:
+        equation = node.equations[0].renamed(self.names)
+        params = equation.params
+        manual = _Manual(
+            params["mesh"], params["newly_manual_axes"], params["check_vma"]
+        )
+        body = group(trace_body(params["jaxpr"]))
+        known: dict[int, Any] = dict(
+            zip(body.arguments, equation.operands, strict=True)
+        )
+        for v, array in body.constants.items():
+            known[v] = self.value(body.values[v], body.values[v].name)
+            self.constants[known[v]] = array
+        forms = self.forms(body, manual, equation)
+        for part in body.nodes:
+            fun = manual.mapped(
+                part, [forms[v] for v in part.reads], [forms[v] for v in part.writes]
+            )
+            results = self.add(
+                f"{node.name}/{part.name}",
+                node.backward or part.backward,
+                fun,
+                [known[v] for v in part.reads],
+            )
+            known.update(zip(part.writes, results, strict=True))
+        taken = {*body.arguments, *body.constants}
+        for v, spec, result in zip(
+            body.outputs, params["out_specs"], equation.results, strict=True
+        ):
+            form = _Form(spec)
+            if v in taken or forms[v] != form:
+                fun = manual.mapped(lambda x: (x,), [forms[v]], [form])
+                (known_now,) = self.add(node.name, node.backward, fun, [known[v]])
+            else:
+                known_now = known[v]
+                taken.add(v)
+            self.names[result] = known_now
+
+    def forms(
+        self, body: Graph, manual: _Manual, equation: Equation
+    ) -> Mapping[int, _Form]:
+        """Of each value of a body. Operands and results have their own, the others have
+        shards one after the other."""
+        forms = {
+            v: manual.form(value.varying, value.shape)
+            for v, value in enumerate(body.values)
+        }
+        if manual.check_vma:
+            for v, spec in zip(body.outputs, equation.params["out_specs"], strict=True):
+                if _axes(spec) == body.values[v].varying:
+                    forms[v] = _Form(spec)
+        forms.update((v, _Form(P())) for v in body.constants)
+        specs = map(_Form, equation.params["in_specs"])
+        forms.update(zip(body.arguments, specs, strict=True))
+        return forms
+
+
+def _axes(spec: P) -> frozenset[Any]:
+    """Axes of the mesh that a spec names."""
+    return frozenset(jax.tree.leaves(tuple(spec)))
