@@ -16,6 +16,8 @@ more than planned, as XLA takes room of its own for pages.
 | | step, with AdamW |
 |---|---|
 | bert6 | BERT-base's width, 6 layers, 16 windows of text |
+| gpt12 | GPT-2 small's width, 12 layers, 8 windows of text |
+| resnet50 | ResNet-50, 32 photos |
 | stacked | causal decoder, 12 layers in a scan, width 512 |
 | sharded | the same, an eighth of each array on each of eight chips |
 
@@ -63,12 +65,14 @@ ENVIRONMENT = {
 CHIPS = 8
 
 
-def bert6() -> TrainingStep:
-    return TrainingStep.of(flax_case("bert6", 16, "text"), optax.adamw(1e-3))
+def flax_step(model: str, batch_size: int, dataset: str) -> TrainingStep:
+    return TrainingStep.of(flax_case(model, batch_size, dataset), optax.adamw(1e-3))
 
 
 STEPS: dict[str, Callable[[], TrainingStep]] = {
-    "bert6": bert6,
+    "bert6": functools.partial(flax_step, "bert6", 16, "text"),
+    "gpt12": functools.partial(flax_step, "gpt12", 8, "text"),
+    "resnet50": functools.partial(flax_step, "resnet50", 32, "photos"),
     "stacked": functools.partial(gpt, 12, plain, width=512, heads=8),
     "sharded": functools.partial(gpt, 12, plain, width=512, heads=8),
 }

@@ -38,6 +38,23 @@ def inline_cheap(graph: Graph) -> Graph:
     return recomputer.result()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Moved:
+    """What is computed in the readers of a node, instead of kept.
+
+    Attributes:
+      values: these.
+      read: what they are computed from that is not in RAM by then anyway.
+      again: equations that compute them.
+      stops: what these read instead of computing it.
+    """
+
+    values: list[int]
+    read: list[Name]
+    again: list[Equation]
+    stops: set[Name]
+
+
 class _Recomputer:
     def __init__(self, graph: Graph):
         self.graph = graph
@@ -60,23 +77,18 @@ class _Recomputer:
         node = self.nodes[number]
         if number in self.late or not self.is_light(number):
             return
-        rows: Sequence[Equation] = node.equations
-        kinds = _kinds(rows)
-        reduced = {x for e in rows if _is_reduction(e) for x in e.results}
-        moving = [v for v in node.writes if v not in reduced and self.may_move(v)]
-        kept = {v for v in node.writes if v not in moving and self.is_kept(v)}
-        stops: set[Name] = kept | reduced
-        again = [*rows, *_softmax_numerators(rows, stops)]
-        read = _reads(_needed(again, moving, stops))
-        taken = sum(_nbytes(kinds[x]) for x in read if not self.is_kept(x))
-        if taken >= sum(self.values[v].nbytes for v in moving):
+        kinds = _kinds(node.equations)
+        moved = self.moved(node, kinds)
+        if not moved.values:
             return
-        inner = [x for x in read if isinstance(x, Inner)]
+        inner = [x for x in moved.read if isinstance(x, Inner)]
         names: dict[Name, int] = {x: self.new_value(node, kinds[x]) for x in inner}
-        rows, again = ([e.renamed(names) for e in each] for each in (rows, again))
-        stops = {names.get(x, x) for x in stops}
-        for reader in sorted({n for v in moving for n in self.late_readers(v)}):
-            own = [v for v in moving if v in self.nodes[reader].reads]
+        rows, again = (
+            [e.renamed(names) for e in each] for each in (node.equations, moved.again)
+        )
+        stops = {names.get(x, x) for x in moved.stops}
+        for reader in sorted({n for v in moved.values for n in self.late_readers(v)}):
+            own = [v for v in moved.values if v in self.nodes[reader].reads]
             added = _needed(again, own, stops)
             made = set(_made_by(added))
             both = [
@@ -86,6 +98,40 @@ class _Recomputer:
         writes = [v for v in node.writes if self.readers[v] or v in self.graph.leaving]
         writes += names.values()
         self.replace(number, _needed(rows, writes, set()), writes)
+
+    def moved(self, node: Node, kinds: dict[Any, jax.ShapeDtypeStruct]) -> "_Moved":
+        """What is kept of a light forward node in as few bytes as may be, and of that
+        what is computed again by as little.
+
+        Each value that moves is tried as one that is kept. Of a sum along the layers,
+        what is added to it takes as much as the sum itself, which is not to be added up
+        again in each layer.
+        """
+
+        def of(values: list[int]) -> tuple[int, _Moved]:
+            moved = self.moving(node, values)
+            kept_bytes = sum(_nbytes(kinds[x]) for x in moved.read)
+            left = (v for v in candidates if v not in values)
+            return kept_bytes + sum(self.values[v].nbytes for v in left), moved
+
+        reduced = {x for e in node.equations if _is_reduction(e) for x in e.results}
+        candidates = [v for v in node.writes if v not in reduced and self.may_move(v)]
+        least_bytes, best = of(candidates)
+        for v in candidates:
+            nbytes, moved = of([x for x in best.values if x != v])
+            if nbytes <= least_bytes:
+                least_bytes, best = nbytes, moved
+        return best
+
+    def moving(self, node: Node, values: list[int]) -> "_Moved":
+        """As if these values of a node moved."""
+        rows = node.equations
+        reduced = {x for e in rows if _is_reduction(e) for x in e.results}
+        kept = {v for v in node.writes if v not in values and self.is_kept(v)}
+        stops: set[Name] = kept | reduced
+        again = [*rows, *_softmax_numerators(rows, stops)]
+        read = _reads(_needed(again, values, stops))
+        return _Moved(values, [x for x in read if not self.is_kept(x)], again, stops)
 
     def new_value(self, node: Node, kind: jax.ShapeDtypeStruct) -> int:
         """A value for what was inside a node."""
