@@ -454,6 +454,36 @@ def is_plain(dtype: Any) -> bool:
     return True
 
 
+def node_form(node: Node) -> Any:
+    """Equal for nodes that differ in names alone, as those of equal layers of a loop.
+
+    It compares parameters and shapes by identity, which copies of an equation share, so
+    it is for nodes that are there at the same time.
+    """
+    places: dict[Any, int] = {}
+
+    def placed(names: Iterable[Any]) -> tuple[int, ...]:
+        return tuple(
+            -1 if isinstance(x, Literal) else places.setdefault(x, len(places))
+            for x in names
+        )
+
+    equations = tuple(
+        (
+            e.primitive,
+            id(e.params),
+            id(e.operand_shapes),
+            id(e.result_shapes),
+            id(e.lowering),
+            placed(e.operands),
+            placed(e.results),
+        )
+        for e in node.equations
+    )
+    # A graph that was not traced has no equations, and nodes of any size.
+    return equations and (equations, placed(node.writes)) or id(node)
+
+
 def node_signature(graph: Graph, node: Node) -> str:
     """A hash of a node's operations and shapes, the same in every process.
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from poet_jax.core.costs import Costs, node_flops
 from poet_jax.core.device import DeviceProfile
-from poet_jax.core.graph import Graph, Node
+from poet_jax.core.graph import Graph, Node, node_form
 from poet_jax.devices.collectives import gathered_bytes, received_bytes
 from poet_jax.devices.kernels import Kernel, kernels, workspace_bytes
 from poet_jax.devices.node_costs import read_node_costs
@@ -34,12 +34,16 @@ def price(graph: Graph, device: DeviceProfile, *, measure: bool = False) -> Cost
     Raises ValueError if the file `device.node_costs` lacks nodes and
     `node_costs_partial` is False.
     """
+    forms = [node_form(node) for node in graph.nodes]
+    nodes = dict(zip(forms, graph.nodes, strict=True))  # one of each form
     if device.rates:
-        seconds = np.array([node_seconds(node, device) for node in graph.nodes], float)
+        seconds_of = {form: node_seconds(node, device) for form, node in nodes.items()}
+        seconds = np.array([seconds_of[form] for form in forms], float)
         joules = seconds * device.compute_watts
     else:
         seconds, joules = _roofline(graph, device)
-    workspaces = np.array([workspace_bytes(node) for node in graph.nodes], np.int64)
+    bytes_of = {form: workspace_bytes(node) for form, node in nodes.items()}
+    workspaces = np.array([bytes_of[form] for form in forms], np.int64)
     if graph.devices > 1:
         shares = np.array([_share(graph, node) for node in graph.nodes], float)
         seconds, joules = seconds * shares, joules * shares

@@ -91,10 +91,10 @@ def _rise(graph: Graph, sequence: Iterable[int]) -> list[int]:
             earliest = max((n + 1 for n in brought if n is not None), default=0)
             ended = sum(
                 _freeable(graph, v)
-                for v in set(node.reads) - returned
+                for v in set(node.reads) - returned - graph.pinned
                 if all(
                     n == number or places.get(n, earliest) < earliest
-                    for n in graph.readers[v]
+                    for n in reversed(graph.readers[v])
                 )
             )
             if earliest and _started(graph, node) <= ROUGHLY * ended:

@@ -87,8 +87,8 @@ class Splicer:
                 x: Inner() for e in node.equations for x in e.results if x not in known
             }
             equations = [
-                dataclasses.replace(e.renamed(known), unknown=frozenset())
-                for e in node.equations
+                dataclasses.replace(e, unknown=frozenset()) if e.unknown else e
+                for e in (e.renamed(known) for e in node.equations)
             ]
             writes = [known[v] for v in node.writes]
             self.nodes.append(Node.of(scope, equations, writes, backward))
