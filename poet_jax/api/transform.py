@@ -15,45 +15,29 @@ import jax
 from jax.core import Tracer, eval_context
 from jax.extend.core import get_opaque_trace_state
 
-from poet_jax.api.arguments import (
-    StaticArguments,
-    count_all_devices,
-    devices_of,
-    difference,
-    held_on,
-    placement,
-)
+from poet_jax.api.arguments import count_all_devices, difference, held_on
 from poet_jax.api.cache import PlanCache
 from poet_jax.api.effects import Effects, effects
-from poet_jax.api.paging import SHARDINGS, apart, noting, pageable
+from poet_jax.api.function import JIT_OPTIONS, Function, NotPlanned
+from poet_jax.api.paging import apart, noting, pageable
 from poet_jax.api.pareto import Front, pareto
-from poet_jax.api.processes import Processes
 from poet_jax.api.schedule import Schedule, Target, make_schedule
 from poet_jax.core.costs import Costs
 from poet_jax.core.device import DeviceProfile
-from poet_jax.core.errors import BudgetTooSmall, CannotTrace, ClosesOverTracer
+from poet_jax.core.errors import BudgetTooSmall, ClosesOverTracer
 from poet_jax.core.graph import Graph, map_equations
 from poet_jax.core.plan import BudgetLike, Planner, check_budget
 from poet_jax.core.program import Program
-from poet_jax.core.purity import Operations, allow_repeats, names_of
-from poet_jax.core.trace import trace
+from poet_jax.core.purity import Operations, names_of
 from poet_jax.devices.machine import free_bytes, host
 from poet_jax.devices.price import price
 from poet_jax.emit import emit
 from poet_jax.emit.executor import HostExecutor, Run, Step, signal
 from poet_jax.emit.paged_step import PagedStep
-from poet_jax.emit.shards import count_devices, platform_of, sharded
-from poet_jax.passes import (
-    PASSES,
-    Pass,
-    blockwise,
-    cpu_kernels,
-    run_passes,
-    unroll,
-)
+from poet_jax.emit.shards import sharded
+from poet_jax.passes import PASSES, Pass, blockwise, cpu_kernels, run_passes, unroll
 from poet_jax.passes.cpu.scratch import node_scratch
 from poet_jax.planners.milp.search import MilpPlanner
-from poet_jax.stores.paged import PagedArray, at_home
 
 logger = logging.getLogger("poet_jax")
 
@@ -62,11 +46,6 @@ logger = logging.getLogger("poet_jax")
 SAVED = 0.1
 # Passes whose parts get smaller where a step does not fit.
 CUTS = {"unroll": unroll, "blockwise": blockwise}
-
-JIT_OPTIONS = (
-    "static_argnums", "static_argnames", "donate_argnums", "donate_argnames",
-    "in_shardings", "out_shardings", "keep_unused", "inline", "compiler_options",
-)  # fmt: skip
 
 
 class Scheduled:
@@ -93,8 +72,6 @@ class Scheduled:
     ):
         functools.update_wrapper(self, fun)
         _check_options(device, planner, executor)
-        self._name = getattr(fun, "__name__", type(fun).__name__)
-        self._fun = fun
         check_budget(budget)
         self.budget = budget
         self.device = device
@@ -103,11 +80,7 @@ class Scheduled:
         self.passes = tuple(passes)
         self.repeatable = names_of(repeatable)
         self._cache = None if plan_cache is None else PlanCache(plan_cache)
-        self._jit_options = dict(jit_options)
-        self._jitted: Any = jax.jit(fun, **self._jit_options)
-        self._static = StaticArguments(
-            fun, jit_options.get("static_argnums"), jit_options.get("static_argnames")
-        )
+        self._function = Function(fun, jit_options, self.repeatable)
         self._schedules: dict[Any, Schedule] = {}
         self._latest: Any = None
         self._step: Step | PagedStep | None = None  # of the latest call
@@ -131,7 +104,7 @@ class Scheduled:
         compiled, as only then it is known to fit. Raises CannotTrace and
         BudgetTooSmall.
         """
-        return self._plan(self._key(args, kwargs), args, kwargs)
+        return self._plan(self._function.key(args, kwargs), args, kwargs)
 
     def lower(self, *args: Any, **kwargs: Any) -> Schedule:
         """As `plan`: the name that `jax.jit(fun).lower(*args).compile()` has."""
@@ -139,11 +112,11 @@ class Scheduled:
 
     def trace(self, *args: Any, **kwargs: Any) -> jax.stages.Traced:
         """As of `jax.jit(fun)`: the plain function, traced."""
-        return self._jitted.trace(*args, **kwargs)
+        return self._function.jitted.trace(*args, **kwargs)
 
     def eval_shape(self, *args: Any, **kwargs: Any) -> Any:
         """As of `jax.jit(fun)`: shapes and dtypes of the results."""
-        return self._jitted.eval_shape(*args, **kwargs)
+        return self._function.jitted.eval_shape(*args, **kwargs)
 
     def plan_for_board(self, *args: Any, **kwargs: Any) -> Schedule:
         """The schedule for a board that runs C; `poet_jax.emit.c` writes it.
@@ -153,7 +126,7 @@ class Scheduled:
         Raises BudgetTooSmall and CannotTrace.
         """
         passes = [x for x in self.passes if x not in (unroll, cpu_kernels)]
-        traced = self._traced(args, kwargs)
+        traced = self._function.traced(args, kwargs)
         graph, costs = self.priced(traced, passes)
         budget = self.budget_for(*args, **kwargs)
         with eval_context():
@@ -165,7 +138,7 @@ class Scheduled:
         """Forget all schedules, and what was compiled for them."""
         self._schedules.clear()
         self._latest = self._step = None
-        self._jitted.clear_cache()
+        self._function.jitted.clear_cache()
 
     def pareto(
         self, *args: Any, budgets: Iterable[BudgetLike] | None = None, **kwargs: Any
@@ -174,7 +147,10 @@ class Scheduled:
 
         As `poet_jax.pareto`; nothing runs, as in `plan`.
         """
-        key, traced = self._key(args, kwargs), self._traced(args, kwargs)
+        key, traced = (
+            self._function.key(args, kwargs),
+            self._function.traced(args, kwargs),
+        )
         graph, costs = self._priced(key, args, kwargs, traced, self.passes)
         return pareto(graph, costs, budgets, self.planner, self.store_bytes)
 
@@ -182,10 +158,10 @@ class Scheduled:
         """The budget for arguments like these: `"device"` in bytes, as of now."""
         if self.budget != "device":
             return self.budget
-        devices, held_bytes = held_on(self._leaves(args, kwargs))
+        devices, held_bytes = held_on(self._function.leaves(args, kwargs))
         here = [x for x in devices if x.process_index == jax.process_index()]
         nbytes = free_bytes(here or devices, held_bytes, self.device or host())
-        return self._processes(args, kwargs).least(nbytes)
+        return self._function.processes(args, kwargs).least(nbytes)
 
     def effects(self, *args: Any, **kwargs: Any) -> Effects:
         """What each pass makes of the graph for arguments like these: prints as a
@@ -194,7 +170,7 @@ class Scheduled:
         As `poet_jax.api.effects.effects`, which also says what that takes; nothing
         runs, as in `plan`.
         """
-        graph = self._traced(args, kwargs)
+        graph = self._function.traced(args, kwargs)
         with eval_context():
             return effects(graph, self.passes, self.device or host())
 
@@ -209,24 +185,19 @@ class Scheduled:
         ):
             try:
                 return step(*args, **kwargs)
-            except _NotPlanned:
+            except NotPlanned:
                 self._step = None
         traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs)))
         if traced or jax.config.jax_disable_jit:  # type: ignore[attr-defined]
-            return self._jitted(*args, **kwargs)
+            return self._function.jitted(*args, **kwargs)
         try:
             return self._run(args, kwargs)
         except ClosesOverTracer:
-            return self._jitted(*args, **kwargs)
+            return self._function.jitted(*args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """Bind as a method, as functions do."""
         return self if instance is None else types.MethodType(self, instance)
-
-    def _key(self, args, kwargs) -> tuple:
-        """Equal for calls that share a plan."""
-        placed = placement(self._leaves(args, kwargs))
-        return *self._static.key(args, kwargs), placed
 
     def _lies(self, args, kwargs) -> bool:
         """Whether arguments lie where those of the latest call did."""
@@ -241,14 +212,14 @@ class Scheduled:
         return before == self._placed_at
 
     def _run(self, args, kwargs) -> Any:
-        key = self._key(args, kwargs)
+        key = self._function.key(args, kwargs)
         step = self._plan(key, args, kwargs).step
         assert step is not None
         self._cannot_move = count_all_devices() == 1
         self._latest = key
         self._step = step
         if isinstance(step, PagedStep):
-            args, kwargs = self._static.remove(args, kwargs)
+            args, kwargs = self._function.static.remove(args, kwargs)
         with contextlib.ExitStack() as stack:
             # Not always: jit would keep an entry for that, too, and look through both
             # from then on, which was seen to make 2 % of a step of 0.4 ms.
@@ -260,9 +231,9 @@ class Scheduled:
         if key not in self._schedules:
             reason = difference(self._latest, key)
             if reason:
-                logger.warning("planning %s again: %s", self._name, reason)
-            jitted = self._jitted_for(key, self._fun)
-            traced = self._traced(args, kwargs, reason, jitted)
+                logger.warning("planning %s again: %s", self._function.name, reason)
+            jitted = self._function.plain_for(key)
+            traced = self._function.traced(args, kwargs, reason, jitted)
             self._schedules[key] = self._fitting(key, jitted, args, kwargs, traced)
             self._latest = key
         return self._schedules[key]
@@ -276,7 +247,7 @@ class Scheduled:
         budget = self.budget_for(*args, **kwargs)
         while True:
             graph, costs = self._priced(key, args, kwargs, traced, passes)
-            graph, problem = pageable(graph, self._jit_options)
+            graph, problem = pageable(graph, self._function.options)
             target = self._target(key, jitted, args, kwargs, traced, graph, costs)
             target = dataclasses.replace(target, refinable=refinable)
             try:
@@ -319,7 +290,7 @@ class Scheduled:
     ) -> Target:
         """What compiles this function for arguments of one key."""
         scratch, scratch_bytes = _scratch(graph)
-        is_timed = self.executor.trace and not apart(graph, self._jit_options)
+        is_timed = self.executor.trace and not apart(graph, self._function.options)
 
         def whole() -> Step:
             own_bytes = _scratch(traced)[1]
@@ -338,17 +309,17 @@ class Scheduled:
                 return PagedStep(
                     emitted,
                     self.executor.store,
-                    self._leaves(args, kwargs),
+                    self._function.leaves(args, kwargs),
                     scratch_bytes=scratch_bytes,
                     jit_options={
                         name: x
-                        for name, x in self._jit_options.items()
+                        for name, x in self._function.options.items()
                         if name in ("keep_unused", "inline", "compiler_options")
                     },
                 )
 
             return Step(
-                self._jitted_flat(key, emitted, graph.out_tree),
+                self._function.flat_for(key, emitted, graph.out_tree),
                 args,
                 kwargs,
                 graph,
@@ -357,7 +328,7 @@ class Scheduled:
                 signal=signal(graph),
             )
 
-        processes = self._processes(args, kwargs)
+        processes = self._function.processes(args, kwargs)
         return Target(
             build,
             None if graph.stored else whole,
@@ -369,35 +340,12 @@ class Scheduled:
             processes=processes,
         )
 
-    def _jitted_for(self, key: Any, fun: Callable) -> Any:
-        """`jax.jit` of `fun`, which has this function's signature, for calls with one
-        key only."""
-
-        @functools.wraps(self._fun)
-        def traced(*args: Any, **kwargs: Any) -> Any:
-            if self._static.key(args, kwargs) != key[:-1]:
-                raise _NotPlanned
-            return fun(*args, **kwargs)
-
-        return jax.jit(traced, **self._jit_options)
-
-    def _jitted_flat(self, key: Any, flat: Callable, out_tree: Any) -> Any:
-        """As `_jitted_for`, of a function of flat arguments to flat results."""
-
-        def within(*args: Any, **kwargs: Any) -> Any:
-            return jax.tree.unflatten(out_tree, flat(*self._leaves(args, kwargs)))
-
-        return self._jitted_for(key, within)
-
-    def _leaves(self, args, kwargs) -> list[Any]:
-        return jax.tree.leaves(self._static.remove(args, kwargs))
-
     def traced(self, *args: Any, **kwargs: Any) -> Graph:
         """The graph for arguments like these, of single equations, before any pass.
 
         Raises CannotTrace.
         """
-        return self._traced(args, kwargs)
+        return self._function.traced(args, kwargs)
 
     def priced(
         self, graph: Graph, passes: Sequence[Pass] | None = None
@@ -409,14 +357,6 @@ class Scheduled:
     def _price(self, graph: Graph) -> Costs:
         with eval_context():
             return price(graph, self.device or host())
-
-    def _processes(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Processes:
-        """Those that the step for these arguments runs in."""
-        devices = devices_of(self._leaves(args, kwargs))
-        given = [x for k, x in self._jit_options.items() if k in SHARDINGS]
-        for sharding in jax.tree.leaves(given):
-            devices |= getattr(sharding, "device_set", set())
-        return Processes.of(devices)
 
     def _priced(
         self,
@@ -432,40 +372,12 @@ class Scheduled:
         graph = run_passes(traced, passes)
 
         def compile_for(flat: Callable[..., Any]) -> None:
-            jitted = self._jitted_flat(key, flat, graph.out_tree)
+            jitted = self._function.flat_for(key, flat, graph.out_tree)
             jitted.lower(*args, **kwargs).compile()
 
         graph = sharded(graph, compile_for)
-        processes = self._processes(args, kwargs)
+        processes = self._function.processes(args, kwargs)
         return graph, processes.agree(functools.partial(self._price, graph))
-
-    def _traced(self, args, kwargs, reason: str = "", jitted: Any = None) -> Graph:
-        leaves = self._leaves(args, kwargs)
-        paged = [n for n, x in enumerate(leaves) if isinstance(x, PagedArray)]
-        try:
-            if paged:
-                args, kwargs = jax.tree.map(_shape_of_paged, (args, kwargs))
-                jitted = None
-            graph = trace(jitted or self._jitted, *args, **kwargs)
-        except CannotTrace as error:
-            if not reason or isinstance(error, ClosesOverTracer):
-                raise
-            raise CannotTrace(
-                f"{error} Arguments changed since the last call: {reason}."
-            ) from error
-        given = {k: x for k, x in self._jit_options.items() if k in SHARDINGS}
-        shardings = [getattr(x, "sharding", None) for x in leaves]
-        shardings += [*jax.tree.leaves(given), jax.sharding.get_abstract_mesh()]
-        devices = count_devices(graph, shardings)
-        platform = platform_of(shardings)
-        graph = dataclasses.replace(graph, devices=devices, platform=platform)
-        if paged and (problem := apart(graph, self._jit_options)):
-            raise TypeError(
-                f"{problem} An argument is a PagedArray. Leave shardings out, or read "
-                "it into RAM with jnp.asarray."
-            )
-        graph = allow_repeats(graph, self.repeatable)
-        return at_home(graph, paged) if paged else graph
 
 
 def _check_options(device: Any, planner: Any, executor: Any) -> None:
@@ -499,22 +411,12 @@ def _scratch(graph: Graph) -> tuple[list[int], int]:
     return scratch, max(scratch, default=0)
 
 
-class _NotPlanned(Exception):
-    """A step was given other arguments than it was planned for."""
-
-
 _NO_TRACE = get_opaque_trace_state()
 
 
 def _is_tracing() -> bool:
     """Whether this thread is in the midst of another function's trace."""
     return get_opaque_trace_state() != _NO_TRACE
-
-
-def _shape_of_paged(leaf: Any) -> Any:
-    if isinstance(leaf, PagedArray):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    return leaf
 
 
 def schedule(
