@@ -389,7 +389,11 @@ class Graph:
                     n.writes,
                     n.repeatable,
                     [
-                        (e.primitive.name, _plain(e.params), _name(e.lowering))
+                        (
+                            e.primitive.name,
+                            params_text(e.params),
+                            lowering_name(e.lowering),
+                        )
                         for e in n.equations
                     ],
                 )
@@ -431,12 +435,12 @@ class Graph:
         return "\n".join(lines)
 
 
-def _plain(params: dict[str, Any]) -> str:
+def params_text(params: dict[str, Any]) -> str:
     """Parameters of an equation as text, without addresses of this process."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(sorted(params.items(), key=str)))
 
 
-def _name(lowering: Callable[..., Any] | None) -> str:
+def lowering_name(lowering: Callable[..., Any] | None) -> str:
     return "" if lowering is None else f"{lowering.__module__}.{lowering.__name__}"
 
 
@@ -452,66 +456,6 @@ def is_plain(dtype: Any) -> bool:
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.finfo(dtype).bits >= 8
     return True
-
-
-def node_form(node: Node) -> Any:
-    """Equal for nodes that differ in names alone, as those of equal layers of a loop.
-
-    It compares parameters and shapes by identity, which copies of an equation share, so
-    it is for nodes that are there at the same time.
-    """
-    places: dict[Any, int] = {}
-
-    def placed(names: Iterable[Any]) -> tuple[int, ...]:
-        return tuple(
-            -1 if isinstance(x, Literal) else places.setdefault(x, len(places))
-            for x in names
-        )
-
-    equations = tuple(
-        (
-            e.primitive,
-            id(e.params),
-            id(e.operand_shapes),
-            id(e.result_shapes),
-            id(e.lowering),
-            placed(e.operands),
-            placed(e.results),
-        )
-        for e in node.equations
-    )
-    # A graph that was not traced has no equations, and nodes of any size.
-    return equations and (equations, placed(node.writes)) or id(node)
-
-
-def node_signature(graph: Graph, node: Node) -> str:
-    """A hash of a node's operations and shapes, the same in every process.
-
-    Nodes with equal signatures take equally long; names and constants do not count.
-    """
-    reads = [(graph.values[v].shape, str(graph.values[v].dtype)) for v in node.reads]
-    places: dict[Any, int] = {}
-
-    def place(x: Any) -> int | str:
-        if isinstance(x, Literal):
-            return "constant"
-        return places.setdefault(x, len(places))
-
-    list(map(place, node.reads))
-    equations = [
-        (
-            e.primitive.name,
-            _plain(e.params),
-            _name(e.lowering),
-            list(map(place, e.operands)),
-            list(map(place, e.results)),
-        )
-        for e in node.equations
-    ]
-    # A graph that was not traced has neither shapes nor equations.
-    name = "" if equations else node.name
-    data = json.dumps([name, reads, equations, list(map(place, node.writes))])
-    return hashlib.sha256(data.encode()).hexdigest()[:16]
 
 
 def with_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from poet_jax.core.device import DeviceProfile
-from poet_jax.core.graph import Graph, node_signature
+from poet_jax.core.graph import Graph
+from poet_jax.core.signatures import node_signature
 
 COLUMNS = ("signature", "name", "nodes", "seconds", "joules")
 

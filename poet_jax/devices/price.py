@@ -6,7 +6,8 @@ import numpy as np
 
 from poet_jax.core.costs import Costs, node_flops
 from poet_jax.core.device import DeviceProfile
-from poet_jax.core.graph import Graph, Node, node_form
+from poet_jax.core.graph import Graph, Node
+from poet_jax.core.signatures import node_form
 from poet_jax.devices.collectives import gathered_bytes, received_bytes
 from poet_jax.devices.kernels import Kernel, kernels, workspace_bytes
 from poet_jax.devices.node_costs import read_node_costs

@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from poet_jax.core.graph import Graph, Node, node_signature
+from poet_jax.core.graph import Graph, Node
 from poet_jax.core.progress import counted
+from poet_jax.core.signatures import node_signature
 
 # At least 5 timed runs, up to 30 within 20 ms; the median counts.
 _RUNS, _MOST_RUNS, _RUNS_SECONDS = 5, 30, 0.02

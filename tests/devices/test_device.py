@@ -13,7 +13,7 @@ from toy import STAGES
 
 import poet_jax
 from poet_jax.core.costs import node_flops
-from poet_jax.core.graph import node_signature
+from poet_jax.core.signatures import node_signature
 
 BOARD = poet_jax.DeviceProfile(
     name='a "board"',
