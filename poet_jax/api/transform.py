@@ -1,7 +1,6 @@
 """The transformation: `schedule` a function within a budget, as `jax.jit` compiles
 it."""
 
-import contextlib
 import dataclasses
 import functools
 import logging
@@ -13,7 +12,6 @@ from typing import Any
 
 import jax
 from jax.core import Tracer, eval_context
-from jax.extend.core import get_opaque_trace_state
 
 from poet_jax.api.arguments import count_all_devices, difference, held_on
 from poet_jax.api.cache import PlanCache
@@ -53,8 +51,8 @@ class Scheduled:
 
     Like the result of `jax.jit`, it is traced and planned at the first call, and again
     when the structure, shapes, dtypes, static arguments or settings of JAX change.
-    Under an outer JAX transformation, and where jit is disabled, it is the plain jitted
-    function.
+    For what an outer JAX transformation traces, and where jit is disabled, it is the
+    plain jitted function.
     """
 
     def __init__(
@@ -178,11 +176,7 @@ class Scheduled:
         step = self._step
         # Nothing more here: steps may take a millisecond. jax.jit knows for what
         # arguments it has compiled, and traces for any others.
-        if (
-            type(step) is Step
-            and not _is_tracing()
-            and (self._cannot_move or self._lies(args, kwargs))
-        ):
+        if type(step) is Step and (self._cannot_move or self._lies(args, kwargs)):
             try:
                 return step(*args, **kwargs)
             except NotPlanned:
@@ -218,13 +212,10 @@ class Scheduled:
         self._cannot_move = count_all_devices() == 1
         self._latest = key
         self._step = step
-        if isinstance(step, PagedStep):
-            args, kwargs = self._function.static.remove(args, kwargs)
-        with contextlib.ExitStack() as stack:
-            # Not always: jit would keep an entry for that, too, and look through both
-            # from then on, which was seen to make 2 % of a step of 0.4 ms.
-            if _is_tracing():
-                stack.enter_context(eval_context())
+        if isinstance(step, Step):
+            return step(*args, **kwargs)
+        args, kwargs = self._function.static.remove(args, kwargs)
+        with eval_context():  # it moves pages now, also if something else is traced
             return step(*args, **kwargs)
 
     def _plan(self, key, args, kwargs) -> Schedule:
@@ -409,14 +400,6 @@ def _scratch(graph: Graph) -> tuple[list[int], int]:
     """What libraries allocate for each node without XLA's knowledge, and the most."""
     scratch = [node_scratch(node) if graph.on_cpu else 0 for node in graph.nodes]
     return scratch, max(scratch, default=0)
-
-
-_NO_TRACE = get_opaque_trace_state()
-
-
-def _is_tracing() -> bool:
-    """Whether this thread is in the midst of another function's trace."""
-    return get_opaque_trace_state() != _NO_TRACE
 
 
 def schedule(

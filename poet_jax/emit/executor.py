@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax import export
+from jax.core import Tracer
 from jax.ref import Ref
 
 from poet_jax.core import progress
@@ -174,7 +175,8 @@ class Step:
             self.done()
         else:
             result = jax.tree.leaves(results)[self._signal]
-            running.append((weakref.ref(self), result))
+            if not isinstance(result, Tracer):  # which another function's trace makes
+                running.append((weakref.ref(self), result))
         return results
 
     @property
