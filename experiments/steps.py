@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -141,20 +141,40 @@ def nnx_case(
     make: Callable[[], nnx.Module],
     loss_of: Callable[[nnx.Module, Any], jax.Array],
     data: Callable[[], Any],
+    trained: Any = nnx.Param,
 ) -> Case:
-    """The module that `make` makes, its loss on a batch, and a batch."""
+    """The module that `make` makes, its loss on a batch, and a batch.
+
+    Variables of the kind `trained` are its parameters; others are `rest`.
+    """
 
     def init():
-        _, params, rest = nnx.split(make(), nnx.Param, ...)
+        _, params, rest = nnx.split(make(), trained, ...)
         return params, rest, jax.tree.map(jnp.asarray, data())
 
     def loss(params, rest, batch):
-        graphdef, _, _ = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
+        graphdef, _, _ = nnx.split(nnx.eval_shape(make), trained, ...)
         module = nnx.merge(graphdef, params, rest, copy=True)
         value = loss_of(module, batch)
-        return value, nnx.split(module, nnx.Param, ...)[2]
+        return value, nnx.split(module, trained, ...)[2]
 
     return Case(init, loss)
+
+
+def checkpointed(
+    case: Case, blocks: Iterable[type[nnx.Module]] = BLOCKS, policy: Any = None
+) -> Case:
+    """`case` with `nnx.remat` around every module of the kinds `blocks`, which saves
+    what `policy` says, or by default nothing."""
+
+    def loss(params, rest, batch):
+        with contextlib.ExitStack() as stack:
+            for block in blocks:
+                call = nnx.remat(block.__call__, policy=policy)
+                stack.enter_context(mock.patch.object(block, "__call__", call))
+            return case.loss(params, rest, batch)
+
+    return Case(case.init, loss)
 
 
 def flax_case(
@@ -171,17 +191,11 @@ def flax_case(
         assert isinstance(module, nnx.Module)
         return module
 
-    def loss_of(module, batch):
-        with contextlib.ExitStack() as stack:
-            for block in BLOCKS if checkpoint else ():
-                call = nnx.remat(block.__call__)
-                stack.enter_context(mock.patch.object(block, "__call__", call))
-            return loss_fn(module, batch)
-
     def data():
         return next(iter(load_for_model(model, dataset).batches(batch_size, 0, 1)))
 
-    return nnx_case(make, loss_of, data)
+    case = nnx_case(make, loss_fn, data)
+    return checkpointed(case) if checkpoint else case
 
 
 def _normal(seed: int, shapes):
@@ -203,10 +217,19 @@ def _convolution(x, kernel):
     )
 
 
-def unet_case(batch_size: int = 16, *, checkpoint: bool = False) -> Case:
-    """A U-Net (Ronneberger et al. 2015) of four levels on images of 64x64x3, which
-    learns to return its input."""
-    widths = (32, 64, 128, 256)
+def unet_case(
+    batch_size: int = 16,
+    widths: Sequence[int] = (32, 64, 128, 256),
+    *,
+    checkpoint: bool = False,
+    policy: Any = None,
+) -> Case:
+    """A U-Net (Ronneberger et al. 2015) on images of 64x64x3, which learns to return
+    its input; it has a level for each of `widths`.
+
+    `checkpoint` rematerialises every block in the backward pass, but for what `policy`
+    saves.
+    """
     shapes: dict[str, list[tuple[int, ...]]] = {}
     before = 3
     for level, width in enumerate(widths):
@@ -223,7 +246,7 @@ def unet_case(batch_size: int = 16, *, checkpoint: bool = False) -> Case:
         return x
 
     if checkpoint:
-        block = jax.checkpoint(block)
+        block = jax.checkpoint(block, policy=policy)
 
     def loss(params, rest, batch):
         x, skips = batch, []

@@ -23,6 +23,15 @@ def checkpoint(body, carry, rows, length):
     return lax.scan(jax.checkpoint(body), carry, rows, length)
 
 
+def loop(body, carry, rows, length):
+    """A Python loop over `length` rows, each of which is a pytree of its own."""
+    results = []
+    for row in rows:
+        carry, result = body(carry, row)
+        results.append(result)
+    return carry, jax.tree.map(lambda *x: jnp.stack(x), *results)
+
+
 def nested(body, carry, rows, length):
     """Two scans, the inner one checkpointed, of about equal lengths."""
     inner = max(n for n in range(1, math.isqrt(length) + 1) if length % n == 0)
@@ -37,8 +46,21 @@ def nested(body, carry, rows, length):
     return carry, jax.tree.map(lambda x: x.reshape(length, *x.shape[2:]), results)
 
 
-def gpt(layers: int, scan: Scan, width: int = 128, heads: int = 4, words: int = 256):
-    """A causal decoder that says the next of a few random bytes."""
+def gpt(
+    layers: int,
+    scan: Scan,
+    width: int = 128,
+    heads: int = 4,
+    words: int = 256,
+    length: int = 128,
+    dtype: Any = jnp.float32,
+    apart: bool = False,
+):
+    """A causal decoder that says the next of 8 x `length` random words.
+
+    It computes in `dtype`; parameters and moments are float32. If layers lie `apart`,
+    as for `loop`, each has arrays of its own instead of a part of stacked ones.
+    """
 
     def init():
         keys = iter(jax.random.split(jax.random.key(0), 8))
@@ -53,8 +75,10 @@ def gpt(layers: int, scan: Scan, width: int = 128, heads: int = 4, words: int = 
             "down": draw(layers, 4 * width, width) / layers,
             "scales": jnp.ones((layers, 2, width)),
         }
+        if apart:
+            block = [{name: x[n] for name, x in block.items()} for n in range(layers)]
         params = {"block": block, "words": draw(words, width)}
-        return params, (), jax.random.randint(next(keys), (8, 129), 0, words)
+        return params, (), jax.random.randint(next(keys), (8, length + 1), 0, words)
 
     def norm(x, scale):
         return scale * x * lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
@@ -68,9 +92,10 @@ def gpt(layers: int, scan: Scan, width: int = 128, heads: int = 4, words: int = 
         return x + jax.nn.gelu(norm(x, p["scales"][1]) @ p["up"]) @ p["down"], None
 
     def loss(params, rest, tokens):
+        params = jax.tree.map(lambda x: x.astype(dtype), params)
         x = params["words"][tokens[:, :-1]]
         x, _ = scan(layer, x, params["block"], layers)
-        logits = x @ params["words"].T
+        logits = (x @ params["words"].T).astype(jnp.float32)
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
         return jnp.mean(losses), rest
 

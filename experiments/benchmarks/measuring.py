@@ -334,10 +334,25 @@ def fill(
     parts: Sequence[tuple[str, ...]],
     measure: Callable[..., dict[str, Any]],
 ) -> None:
+    """As `filled`; raises SystemExit at the end if a row failed."""
+    if failed := filled(path, columns, parts, measure):
+        sys.exit(
+            f"{len(failed)} of {len(parts)} rows ended in an error, which is above: "
+            f"{failed}. Use the same command with --only_missing to try these again."
+        )
+
+
+def filled(
+    path: pathlib.Path,
+    columns: Sequence[str],
+    parts: Sequence[tuple[str, ...]],
+    measure: Callable[..., dict[str, Any]],
+) -> list[tuple[str, ...]]:
     """Measure a row for each of `parts`, the values of its first columns, and write it
     at once: over an older one, or at the end of the file.
 
-    A row whose process fails is not written, and does not stop the others.
+    A row whose process fails is not written, and does not stop the others. Returns the
+    parts of these.
     """
     failed = []
     for part in parts:
@@ -363,8 +378,4 @@ def fill(
         else:
             rows.append(row)
         write_rows(path, columns, rows)
-    if failed:
-        sys.exit(
-            f"{len(failed)} of {len(parts)} rows ended in an error, which is above: "
-            f"{failed}. Use the same command with --only_missing to try these again."
-        )
+    return failed
