@@ -205,7 +205,8 @@ class _Text:
             lines += ["", f"/* {self.steps.names[run]} */"]
             lines.append(f"static void run_{run}(uint8_t *m) {{")
             for part in parts:
-                lines += ["{", *part.render(self.pointer), "}"]
+                inside = part.render(self.pointer)
+                lines += inside if part.is_bracket else ["{", *inside, "}"]
             lines += ["}"]
             calls.append(f"run_{run}(m);")
         for new, old in self.arena.copied:
