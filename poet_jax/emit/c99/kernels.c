@@ -295,3 +295,42 @@ void poet_threefry(uint32_t *x, uint32_t *y, uint32_t key0, uint32_t key1) {
   *x = a;
   *y = b;
 }
+
+/* Of a stable merge sort each pass merges neighbours of a width into the second half of
+   `order`, and moves them back. */
+void poet_order(int32_t *order, int32_t count, const void *keys, int32_t step,
+                uint32_t (*rank)(const void *, int32_t)) {
+  int32_t *const merged = order + count;
+  for (int32_t width = 1; width < count; width *= 2) {
+    for (int32_t start = 0; start < count; start += 2 * width) {
+      const int32_t middle = poet_min_i(start + width, count);
+      const int32_t end = poet_min_i(middle + width, count);
+      int32_t a = start, b = middle;
+      for (int32_t i = start; i < end; ++i) {
+        const int takes_first =
+            b == end ||
+            (a < middle && rank(keys, order[a] * step) <= rank(keys, order[b] * step));
+        merged[i] = takes_first ? order[a++] : order[b++];
+      }
+    }
+    memcpy(order, merged, (size_t)count * sizeof *order);
+  }
+}
+
+uint32_t poet_rank_float(const void *keys, int32_t at) {
+  const float x = ((const float *)keys)[at];
+  if (x != x) return ~0u;
+  const uint32_t bits = x == 0.0f ? 0u : poet_bits(x);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+#define POET_RANK(type, lowest)                                  \
+  uint32_t poet_rank_##type(const void *keys, int32_t at) {      \
+    return (uint32_t)((const type##_t *)keys)[at] ^ lowest;      \
+  }
+POET_RANK(int32, 0x80000000u)
+POET_RANK(int16, 0x80000000u)
+POET_RANK(int8, 0x80000000u)
+POET_RANK(uint32, 0u)
+POET_RANK(uint16, 0u)
+POET_RANK(uint8, 0u)

@@ -11,7 +11,14 @@ from poet_jax.core.equation import Equation
 from poet_jax.core.graph import Graph
 from poet_jax.core.plan import Free, PageIn, PageOut
 from poet_jax.core.program import Program, Run
-from poet_jax.emit.c99 import contractions, control, places, reductions, windows
+from poet_jax.emit.c99 import (
+    contractions,
+    control,
+    orders,
+    places,
+    reductions,
+    windows,
+)
 from poet_jax.emit.c99.buffers import C_TYPES, Buffer, Pointer, Step
 from poet_jax.emit.c99.buffers import needed as needed
 from poet_jax.emit.c99.expanding import parts
@@ -21,6 +28,7 @@ from poet_jax.emit.c99.nodes import lower_node
 RULES = {
     **contractions.RULES,
     **control.RULES,
+    **orders.RULES,
     **places.RULES,
     **reductions.RULES,
     **windows.RULES,
