@@ -24,7 +24,14 @@ from poet_jax.emit.c99.offsets import Arena, place
 from poet_jax.emit.c99.programs import Steps, page_slots, steps_of, unsupported
 
 SHARE = 1.05  # of the plan's peak that an arena may have
-FILES = ("kernels.h", "kernels.c", "functions.c", "main.c", "CMakeLists.txt")
+FILES = (
+    "kernels.h",
+    "kernels.c",
+    "functions.c",
+    "state.c",
+    "main.c",
+    "CMakeLists.txt",
+)
 
 
 class Scheduled(Protocol):
@@ -86,7 +93,8 @@ def c(
     `poet_step.h` says where arguments and results lie. Everything is in one arena,
     whose offsets are planned: it is at most 5 % above the plan's peak if such offsets
     are found, and `Project` has both. The board supplies `poet_page_out` and
-    `poet_page_in`, if the plan pages. `main.c` compares one step with JAX's.
+    `poet_page_in`, if the plan pages. `poet_save` and `poet_restore` move the state in
+    RAM. `main.c` compares one step with JAX's.
 
     Args:
       schedule: of `Scheduled.plan`, or of `Scheduled.plan_for_board`, which compiles
