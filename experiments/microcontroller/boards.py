@@ -142,6 +142,7 @@ def run(board: Board, program: pathlib.Path, show: bool = True) -> dict[str, int
     if process.returncode:
         raise RuntimeError(
             f"{program.name} ended with {process.returncode}: {line.strip()}. Exit "
-            "codes are 2 for a page that failed, 3 for a file, 70 for a fault."
+            "codes are 2 for a page that failed, 3 for a file, 4 for a state that was "
+            "refused, 70 for a fault."
         )
     return {key: int(x) for key, x in (word.split("=") for word in line.split())}
