@@ -69,14 +69,16 @@ def missing() -> list[str]:
 
 
 def build(
-    board: Board, folder: pathlib.Path, ram_bytes: int
+    board: Board, folder: pathlib.Path, ram_bytes: int, step: pathlib.Path | None = None
 ) -> tuple[pathlib.Path, int]:
-    """(program, bytes of its code without constants) of a project with its examples.
+    """(program, bytes of its code without constants) of a project with its examples,
+    and with another file in place of `poet_step.c` if `step` is one.
 
     Raises ValueError with the linker's words if flash or RAM do not suffice.
     """
-    sources = [x for x in sorted(folder.glob("*.c")) if x.name != "main.c"]
-    sources += [FIRMWARE / "train.c"]
+    left_out = ["main.c", "poet_step.c"] if step else ["main.c"]
+    sources = [x for x in sorted(folder.glob("*.c")) if x.name not in left_out]
+    sources += [FIRMWARE / "train.c", *([step] if step else [])]
     program = folder / (board.machine or "host")
     flags = [*WARNINGS, *OPTIONS, f"-I{folder}", f"-I{FIRMWARE}", *board.flags]
     if not board.machine:

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Writes steps.csv and averaging.csv anew, from the repository's root. Takes three
+# Writes steps.csv, averaging.csv and by_hand.csv anew, from the repository's root. Takes three
 # minutes.
 R=experiments/results/microcontroller/steps.csv
 rm -f $R
@@ -14,3 +14,6 @@ $P $M --update=bias --budget=240KiB --ram=256KiB
 $P $M --update=full
 .venv/bin/python -m experiments.microcontroller.averaging \
     --rows=experiments/results/microcontroller/averaging.csv
+.venv/bin/python -m experiments.microcontroller.by_hand \
+    --board=mps2-an385,mps2-an386,mps2-an500,mps2-an505 \
+    --rows=experiments/results/microcontroller/by_hand.csv
