@@ -267,7 +267,7 @@ def _branch(run: int, index: Buffer, number: int, is_last: bool) -> Step:
     ended = "} else " if number else ""
 
     def render(pointer: Pointer) -> list[str]:
-        test = "" if is_last and number else f"if (*{pointer(index)} == {number}) "
+        test = "" if is_last else f"if (*{pointer(index)} == {number}) "
         return [f"{ended}{test}{{"]
 
     return Step((index,), (), render, run=run, has_effect=True, is_bracket=True)
