@@ -23,7 +23,7 @@ import numpy as np
 from absl import app, flags
 
 import poet_jax
-from experiments.microcontroller import boards, models
+from experiments.microcontroller import boards, examples, models
 from experiments.program import program
 from poet_jax import cli
 from poet_jax.api.schedule import Schedule
@@ -72,41 +72,6 @@ def planned(case: models.Case) -> Schedule:
     else:
         ram_bytes = parse_bytes(BUDGET.value)
     return schedule(ram_bytes + flash_bytes, planner)
-
-
-def write_examples(case: models.Case, folder: pathlib.Path) -> None:
-    """The examples as bytes in flash, and what `train.c` is to do with them."""
-    pixels = case.pixels
-    state = len(jax.tree.leaves(case.trained))
-    first = state + len(jax.tree.leaves(case.frozen))
-    settings = {
-        "BATCH": BATCH_SIZE.value,
-        "WIDTH": pixels[0].size,
-        "EXAMPLES": len(pixels),
-        "TRAINED": min(TRAINED.value, len(pixels)),
-        "STEPS": STEPS.value,
-        "EVERY": max(1, STEPS.value // 10),
-        "SAVES": 1,
-        "RATE": f"{np.float32(RATE.value):.8e}f",
-        "SCALE": f"{case.unit:.8e}f",
-        "OFFSET": f"{case.offset:.8e}f",
-        "TRAIN_STATE": state,
-        "TRAIN_INPUTS": f"poet_argument_{first}",
-        "TRAIN_LABELS": f"poet_argument_{first + 1}",
-        "TRAIN_RATE": f"poet_argument_{first + 2}",
-        "TRAIN_LOSS": f"poet_result_{state}",
-        "TRAIN_CORRECT": f"poet_result_{state + 1}",
-    }
-    lines = [f"#define {name} {value}" for name, value in settings.items()]
-    (folder / "train_settings.h").write_text("\n".join([*lines, ""]))
-    text = ["#include <stdint.h>"]
-    for name, data in (("inputs", pixels), ("labels", case.labels.astype(np.uint8))):
-        numbers = ",\n".join(
-            ", ".join(map(str, row)) for row in data.reshape(len(data), -1).tolist()
-        )
-        text.append(f"extern const uint8_t train_{name}[];")
-        text.append(f"const uint8_t train_{name}[] = {{\n{numbers}}};")
-    (folder / "train_examples.c").write_text("\n".join([*text, ""]))
 
 
 def trained_by_jax(case: models.Case) -> list[np.ndarray]:
@@ -158,7 +123,14 @@ def main() -> None:
     arguments = case.arguments(BATCH_SIZE.value, RATE.value)
     project = poet_jax.emit.c(schedule, folder, arguments, flash_argnums=1)
     print(f"{schedule.usage}\n{project}", flush=True)
-    write_examples(case, folder)
+    examples.write(
+        case,
+        folder,
+        batch_size=BATCH_SIZE.value,
+        trained=TRAINED.value,
+        steps=STEPS.value,
+        rate=RATE.value,
+    )
     expected = trained_by_jax(case)
     checksums = {}
     for name in names:

@@ -69,14 +69,16 @@ def missing() -> list[str]:
 
 
 def build(
-    board: Board, folder: pathlib.Path, ram_bytes: int
+    board: Board, folder: pathlib.Path, ram_bytes: int, step: pathlib.Path | None = None
 ) -> tuple[pathlib.Path, int]:
-    """(program, bytes of its code without constants) of a project with its examples.
+    """(program, bytes of its code without constants) of a project with its examples,
+    and with another file in place of `poet_step.c` if `step` is one.
 
     Raises ValueError with the linker's words if flash or RAM do not suffice.
     """
-    sources = [x for x in sorted(folder.glob("*.c")) if x.name != "main.c"]
-    sources += [FIRMWARE / "train.c"]
+    left_out = ["main.c", "poet_step.c"] if step else ["main.c"]
+    sources = [x for x in sorted(folder.glob("*.c")) if x.name not in left_out]
+    sources += [FIRMWARE / "train.c", *([step] if step else [])]
     program = folder / (board.machine or "host")
     flags = [*WARNINGS, *OPTIONS, f"-I{folder}", f"-I{FIRMWARE}", *board.flags]
     if not board.machine:
@@ -142,6 +144,7 @@ def run(board: Board, program: pathlib.Path, show: bool = True) -> dict[str, int
     if process.returncode:
         raise RuntimeError(
             f"{program.name} ended with {process.returncode}: {line.strip()}. Exit "
-            "codes are 2 for a page that failed, 3 for a file, 70 for a fault."
+            "codes are 2 for a page that failed, 3 for a file, 4 for a state that was "
+            "refused, 70 for a fault."
         )
     return {key: int(x) for key, x in (word.split("=") for word in line.split())}

@@ -1,5 +1,6 @@
 """A board trains as this machine does; an emulated one where QEMU is installed."""
 
+import csv
 import subprocess
 import sys
 
@@ -46,3 +47,23 @@ def test_the_linker_refuses_a_board_with_too_little_ram(tmp_path):
     )
     assert done.returncode
     assert "RAM" in done.stderr and "--ram" in done.stderr
+
+
+def test_boards_that_average_their_weights_learn_what_each_has_seen(tmp_path):
+    command = [sys.executable, "-m", "experiments.microcontroller.averaging"]
+    rows = tmp_path / "rows.csv"
+    flags = ["--board=host", "--rounds=3", f"--output={tmp_path}", f"--rows={rows}"]
+    subprocess.run([*command, *flags], check=True)
+    _, *_, (_, _, low, high, average) = csv.reader(rows.read_text().splitlines())
+    assert max(float(low), float(high)) < 60 < 80 < float(average)
+
+
+@needs_tools
+def test_a_generated_step_takes_no_more_instructions_than_one_by_hand(tmp_path):
+    command = [sys.executable, "-m", "experiments.microcontroller.by_hand"]
+    rows = tmp_path / "rows.csv"
+    flags = ["--board=mps2-an386", f"--output={tmp_path}", f"--rows={rows}"]
+    subprocess.run([*command, *flags], check=True)
+    generated, by_hand = csv.DictReader(rows.read_text().splitlines())
+    column = "instructions_per_step"
+    assert int(generated[column]) <= 1.01 * int(by_hand[column])

@@ -27,7 +27,7 @@ void board_exit(int status) {
   for (;;) continue;
 }
 
-/* `mode` as in the ARM semihosting manual: 7 is w+b, 5 is wb. */
+/* `mode` as in the ARM semihosting manual: 1 is rb, 3 is r+b, 5 is wb, 7 is w+b. */
 static int32_t file(const char *name, uint32_t mode) {
   const uint32_t block[3] = {(uint32_t)name, mode, (uint32_t)strlen(name)};
   return semihosting(OPEN, block);
@@ -40,20 +40,42 @@ int board_save(const char *name, const void *data, uint32_t bytes) {
   return semihosting(CLOSE, block);
 }
 
-static int move(int32_t operation, int32_t page, const void *data, uint32_t bytes) {
+static int move(int32_t operation, int32_t handle, uint32_t at, const void *data,
+                uint32_t bytes) {
+  const uint32_t to[2] = {(uint32_t)handle, at};
+  const uint32_t block[3] = {(uint32_t)handle, (uint32_t)data, bytes};
+  return handle < 0 || semihosting(SEEK, to) || semihosting(operation, block);
+}
+
+static int move_page(int32_t operation, int32_t page, const void *data,
+                     uint32_t bytes) {
   static int32_t pages = -1;
   if (pages < 0) pages = file("pages.bin", 7);
-  const uint32_t to[2] = {(uint32_t)pages, (uint32_t)page * POET_LARGEST_PAGE_BYTES};
-  const uint32_t block[3] = {(uint32_t)pages, (uint32_t)data, bytes};
-  return semihosting(SEEK, to) || semihosting(operation, block);
+  return move(operation, pages, (uint32_t)page * POET_LARGEST_PAGE_BYTES, data, bytes);
 }
 
 int poet_page_out(int32_t page, const void *from, uint32_t bytes) {
-  return move(WRITE, page, from, bytes);
+  return move_page(WRITE, page, from, bytes);
 }
 
 int poet_page_in(int32_t page, void *to, uint32_t bytes) {
-  return move(READ, page, to, bytes);
+  return move_page(READ, page, to, bytes);
+}
+
+static int move_state(int32_t operation, uint32_t mode, uint32_t at, const void *data,
+                      uint32_t bytes) {
+  const int32_t handle = file("state.bin", mode);
+  const int failed = move(operation, handle, at, data, bytes);
+  const uint32_t block[1] = {(uint32_t)handle};
+  return failed || semihosting(CLOSE, block);
+}
+
+int board_state_write(uint32_t at, const void *from, uint32_t bytes) {
+  return move_state(WRITE, at ? 3 : 5, at, from, bytes);
+}
+
+int board_state_read(uint32_t at, void *to, uint32_t bytes) {
+  return move_state(READ, 1, at, to, bytes);
 }
 
 static volatile uint32_t *const timer = (volatile uint32_t *)BOARD_TIMER;

@@ -69,6 +69,7 @@ static int accuracy(void) {
 
 int train(void) {
   if (poet_init()) return 2;
+  if (RESTORES && poet_restore(board_state_read)) return 4;
   uint64_t spent = 0;
   for (uint32_t step = 0; step < STEPS; ++step) {
     const uint32_t turns = TRAINED / BATCH;
@@ -88,6 +89,7 @@ int train(void) {
   if (TRAINED + BATCH <= EXAMPLES) report("accuracy", accuracy());
   report("arena", POET_ARENA_BYTES);
   board_write("\n");
+  if (RESTORES && poet_save(board_state_write)) return 3;
   for (int i = 0; SAVES && i < TRAIN_STATE; ++i)
     if (poet_results[i].offset >= 0) {
       char name[] = "state_000.bin";

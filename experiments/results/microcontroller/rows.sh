@@ -1,5 +1,6 @@
 #!/bin/sh
-# Writes steps.csv anew, from the repository's root. Takes two minutes.
+# Writes steps.csv, averaging.csv and by_hand.csv anew, from the repository's root. Takes three
+# minutes.
 R=experiments/results/microcontroller/steps.csv
 rm -f $R
 P=".venv/bin/python -m experiments.microcontroller --rows=$R"
@@ -11,3 +12,8 @@ M="--model=mobilenetv2:width=0.35,depth=0.34 --shrink=2 --board=mps2-an500 --ste
 M="$M --batch_size=1 --examples=16 --trained=16 --learning_rate=0.05"
 $P $M --update=bias --budget=240KiB --ram=256KiB
 $P $M --update=full
+.venv/bin/python -m experiments.microcontroller.averaging \
+    --rows=experiments/results/microcontroller/averaging.csv
+.venv/bin/python -m experiments.microcontroller.by_hand \
+    --board=mps2-an385,mps2-an386,mps2-an500,mps2-an505 \
+    --rows=experiments/results/microcontroller/by_hand.csv

@@ -75,12 +75,17 @@ class Step:
     """One thing that a C program does.
 
     Attributes:
-      reads, writes: buffers, each once. A buffer is written whole by one step.
+      reads, writes: buffers, each once. A buffer is written whole by one step, but for
+        those of loops: what an iteration hands on, and arrays that are made row by row.
       render: lines of C, given pointers to the buffers.
       over: pairs (old, new): each element of `new` is written after the last read of
         the one of `old` at its place, so both may be one memory.
       run: number of the instruction that it belongs to.
       has_effect: whether it is needed although nothing reads what it writes.
+      ties: pairs (old, new): here `new` becomes `old`, whose value nobody reads between
+        the last step before that touches it and this one. Both may be one memory, or
+        the step copies.
+      is_bracket: whether its lines begin or end a block of C.
     """
 
     reads: tuple[Buffer, ...]
@@ -89,6 +94,8 @@ class Step:
     over: tuple[tuple[Buffer, Buffer], ...] = ()
     run: int = 0
     has_effect: bool = False
+    ties: tuple[tuple[Buffer, Buffer], ...] = ()
+    is_bracket: bool = False
 
 
 def needed(steps: Sequence[Step], wanted: Iterable[Buffer]) -> list[Step]:

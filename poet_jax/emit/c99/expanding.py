@@ -7,15 +7,40 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 from jax.extend.random import threefry_prng_impl as threefry
 
-from poet_jax.core.equation import Equation, Inner
+from poet_jax.core.equation import Equation, Inner, Name
 from poet_jax.core.graph import Value, body
 from poet_jax.core.program import Program
 from poet_jax.core.trace import trace_part
 
 KEY_WORDS = 2  # of a key of threefry
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """A body of control flow.
+
+    Attributes:
+      arguments: their names inside.
+      equations: with names of their own.
+      results: names; they may be arguments or constants, or one name twice.
+      constants: arrays, by their names.
+    """
+
+    arguments: tuple[Name, ...]
+    equations: tuple[Equation, ...]
+    results: tuple[Name, ...]
+    constants: dict[Name, np.ndarray]
+
+
+def parts(equation: Equation) -> tuple[Part, ...]:
+    """The bodies of an equation of an expanded program: of a `while` what says whether
+    it goes on, and then what it repeats."""
+    return equation.params["parts"] if equation.primitive.name in _BODIES else ()
 
 
 def is_key(dtype: Any) -> bool:
@@ -55,7 +80,9 @@ def _expanded(equations: Iterable[Equation]) -> Iterator[Equation]:
     for equation in equations:
         avals = (*equation.operand_shapes, *equation.result_shapes)
         name = equation.primitive.name
-        if any(is_key(aval.dtype) for aval in avals):
+        if name in _BODIES:
+            yield _with_parts(equation)
+        elif any(is_key(aval.dtype) for aval in avals):
             yield from _of_words(equation)
         elif name in _PARTS:
             yield from _by(_PARTS[name], equation, equation.operand_shapes)
@@ -63,6 +90,38 @@ def _expanded(equations: Iterable[Equation]) -> Iterator[Equation]:
             yield from _turned(equation)
         else:
             yield equation
+
+
+def _with_parts(equation: Equation) -> Equation:
+    """Control flow with its bodies as `Part`s among its parameters."""
+    bodies = _BODIES[equation.primitive.name](equation.params)
+    return dataclasses.replace(
+        equation,
+        params={**equation.params, "parts": tuple(map(_part, bodies))},
+        operand_shapes=tuple(map(_data, equation.operand_shapes)),
+        result_shapes=tuple(map(_data, equation.result_shapes)),
+    )
+
+
+def _part(jaxpr: Any) -> Part:
+    avals = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in jaxpr.in_avals]
+    graph = trace_part(jaxpr_as_fun(jaxpr), *avals)
+    names: dict[int, Any] = {
+        v: Inner() for v in (*graph.arguments, *graph.outputs, *graph.constants)
+    }
+    return Part(
+        tuple(names[v] for v in graph.arguments),
+        tuple(_expanded(body(graph, names))),
+        tuple(names[v] for v in graph.outputs),
+        {names[v]: np.asarray(words(x)) for v, x in graph.constants.items()},
+    )
+
+
+def words(x: Any) -> Any:
+    """An array, or what keys hold."""
+    if isinstance(x, jax.Array) and is_key(x.dtype):
+        return jax.random.key_data(x)
+    return x
 
 
 def _turned(equation: Equation) -> Iterator[Equation]:
@@ -147,6 +206,11 @@ def _tiled(params: dict[str, Any], x: jax.Array) -> jax.Array:
     return repeated.reshape([count * size for count, size in pairs])
 
 
+_BODIES: dict[str, Callable[[dict[str, Any]], Sequence[Any]]] = {
+    "scan": lambda p: [p["jaxpr"]],
+    "while": lambda p: [p["cond_jaxpr"], p["body_jaxpr"]],
+    "cond": lambda p: p["branches"],
+}
 _PARTS: dict[str, Callable[..., Any]] = {
     "split": _split,
     "stack": _stacked,

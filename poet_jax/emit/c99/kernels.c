@@ -16,37 +16,97 @@ static int32_t place(const int32_t *at, const int32_t *step, int32_t loops) {
   return sum;
 }
 
+/* Write four elements of a row of a product, or add to them. */
+static void put_4(float *o, int32_t next, int32_t adds, float s0, float s1, float s2,
+                  float s3) {
+  if (adds) {
+    s0 = o[0] + s0;
+    s1 = o[next] + s1;
+    s2 = o[2 * next] + s2;
+    s3 = o[3 * next] + s3;
+  }
+  o[0] = s0;
+  o[next] = s1;
+  o[2 * next] = s2;
+  o[3 * next] = s3;
+}
+
+/* s += a factor of each of four rows times one of four columns. */
+#define ADD_ROW(row, factor)                                       \
+  (s##row##0 += factor * y0, s##row##1 += factor * y1,             \
+   s##row##2 += factor * y2, s##row##3 += factor * y3)
+
+/* Four rows and four columns: what is read takes part in four products each. Those of
+   `b` are neighbours, or not. */
+#define PRODUCT_4_4(name, at_1, at_2, at_3)                                       \
+  static void name(float *out, const float *a, const float *b,                    \
+                   const struct poet_dot *t) {                                    \
+    const int32_t a_term = t->a_term, b_term = t->b_term, terms = t->terms;       \
+    const int32_t column = t->b_column;                                           \
+    const float *x0 = a, *x1 = x0 + t->a_row, *x2 = x1 + t->a_row,                \
+                *x3 = x2 + t->a_row;                                              \
+    float s00 = 0.0f, s01 = 0.0f, s02 = 0.0f, s03 = 0.0f;                         \
+    float s10 = 0.0f, s11 = 0.0f, s12 = 0.0f, s13 = 0.0f;                         \
+    float s20 = 0.0f, s21 = 0.0f, s22 = 0.0f, s23 = 0.0f;                         \
+    float s30 = 0.0f, s31 = 0.0f, s32 = 0.0f, s33 = 0.0f;                         \
+    (void)column;                                                                 \
+    for (int32_t k = terms; k > 0; --k) {                                         \
+      const float y0 = b[0], y1 = b[at_1], y2 = b[at_2], y3 = b[at_3];            \
+      ADD_ROW(0, *x0), ADD_ROW(1, *x1), ADD_ROW(2, *x2), ADD_ROW(3, *x3);         \
+      x0 += a_term, x1 += a_term, x2 += a_term, x3 += a_term, b += b_term;        \
+    }                                                                             \
+    put_4(out, t->out_column, t->adds, s00, s01, s02, s03);                       \
+    put_4(out + t->out_row, t->out_column, t->adds, s10, s11, s12, s13);          \
+    put_4(out + 2 * t->out_row, t->out_column, t->adds, s20, s21, s22, s23);      \
+    put_4(out + 3 * t->out_row, t->out_column, t->adds, s30, s31, s32, s33);      \
+  }
+PRODUCT_4_4(product_of_neighbours, 1, 2, 3)
+PRODUCT_4_4(product_4_4, column, 2 * column, 3 * column)
+
+static void product_1_4(float *out, const float *a, const float *b,
+                        const struct poet_dot *t) {
+  const int32_t terms = t->terms, next = t->b_column;
+  float s0 = 0.0f, s1 = 0.0f, s2 = 0.0f, s3 = 0.0f;
+  for (int32_t k = 0; k < terms; ++k) {
+    const float factor = *a;
+    s0 += factor * b[0];
+    s1 += factor * b[next];
+    s2 += factor * b[2 * next];
+    s3 += factor * b[3 * next];
+    a += t->a_term, b += t->b_term;
+  }
+  put_4(out, t->out_column, t->adds, s0, s1, s2, s3);
+}
+
+static void product_1_1(float *out, const float *a, const float *b,
+                        const struct poet_dot *t) {
+  const int32_t terms = t->terms, a_term = t->a_term, b_term = t->b_term;
+  float s = 0.0f;
+  for (int32_t k = 0; k < terms; ++k) s += a[k * a_term] * b[k * b_term];
+  *out = (t->adds ? *out : 0.0f) + s;
+}
+
 static void product(float *out, const float *a, const float *b,
                     const struct poet_dot *t) {
-  const int32_t terms = t->terms, a_term = t->a_term, b_term = t->b_term;
-  const int32_t next = t->b_column;
-  for (int32_t row = 0; row < t->rows; ++row) {
+  for (int32_t row = 0, rows; row < t->rows; row += rows) {
+    rows = row + 4 <= t->rows ? 4 : 1;
     const float *x = a + row * t->a_row;
+    float *o = out + row * t->out_row;
     int32_t column = 0;
     for (; column + 4 <= t->columns; column += 4) {
-      const float *y = b + column * next;
-      float s0 = 0.0f, s1 = 0.0f, s2 = 0.0f, s3 = 0.0f;
-      for (int32_t k = 0; k < terms; ++k) {
-        const float factor = x[k * a_term], *z = y + k * b_term;
-        s0 += factor * z[0];
-        s1 += factor * z[next];
-        s2 += factor * z[2 * next];
-        s3 += factor * z[3 * next];
-      }
-      float *o = out + row * t->out_row + column * t->out_column;
-      const float sums[4] = {s0, s1, s2, s3};
-      for (int32_t k = 0; k < 4; ++k) {
-        const float before = t->adds ? o[k * t->out_column] : 0.0f;
-        o[k * t->out_column] = before + sums[k];
-      }
+      const float *y = b + column * t->b_column;
+      float *to = o + column * t->out_column;
+      if (rows == 1)
+        product_1_4(to, x, y, t);
+      else if (t->b_column == 1)
+        product_of_neighbours(to, x, y, t);
+      else
+        product_4_4(to, x, y, t);
     }
-    for (; column < t->columns; ++column) {
-      const float *y = b + column * next;
-      float *o = out + row * t->out_row + column * t->out_column;
-      float s = 0.0f;
-      for (int32_t k = 0; k < terms; ++k) s += x[k * a_term] * y[k * b_term];
-      *o = (t->adds ? *o : 0.0f) + s;
-    }
+    for (; column < t->columns; ++column)
+      for (int32_t k = 0; k < rows; ++k)
+        product_1_1(o + k * t->out_row + column * t->out_column, x + k * t->a_row,
+                    b + column * t->b_column, t);
   }
 }
 
@@ -295,3 +355,42 @@ void poet_threefry(uint32_t *x, uint32_t *y, uint32_t key0, uint32_t key1) {
   *x = a;
   *y = b;
 }
+
+/* Of a stable merge sort each pass merges neighbours of a width into the second half of
+   `order`, and moves them back. */
+void poet_order(int32_t *order, int32_t count, const void *keys, int32_t step,
+                uint32_t (*rank)(const void *, int32_t)) {
+  int32_t *const merged = order + count;
+  for (int32_t width = 1; width < count; width *= 2) {
+    for (int32_t start = 0; start < count; start += 2 * width) {
+      const int32_t middle = poet_min_i(start + width, count);
+      const int32_t end = poet_min_i(middle + width, count);
+      int32_t a = start, b = middle;
+      for (int32_t i = start; i < end; ++i) {
+        const int takes_first =
+            b == end ||
+            (a < middle && rank(keys, order[a] * step) <= rank(keys, order[b] * step));
+        merged[i] = takes_first ? order[a++] : order[b++];
+      }
+    }
+    memcpy(order, merged, (size_t)count * sizeof *order);
+  }
+}
+
+uint32_t poet_rank_float(const void *keys, int32_t at) {
+  const float x = ((const float *)keys)[at];
+  if (x != x) return ~0u;
+  const uint32_t bits = x == 0.0f ? 0u : poet_bits(x);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+#define POET_RANK(type, lowest)                                  \
+  uint32_t poet_rank_##type(const void *keys, int32_t at) {      \
+    return (uint32_t)((const type##_t *)keys)[at] ^ lowest;      \
+  }
+POET_RANK(int32, 0x80000000u)
+POET_RANK(int16, 0x80000000u)
+POET_RANK(int8, 0x80000000u)
+POET_RANK(uint32, 0u)
+POET_RANK(uint16, 0u)
+POET_RANK(uint8, 0u)

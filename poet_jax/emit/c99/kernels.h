@@ -70,6 +70,18 @@ void poet_combine_min_f(void *a, const void *b);
 void poet_combine_set(void *a, const void *b);
 void poet_combine_set_bytes(void *a, const void *b);
 
+/* Let the first `count` of 2 * count numbers of elements be in the order of their keys,
+   which are `step` apart; of equal keys in the order that they have. NaN is last. */
+void poet_order(int32_t *order, int32_t count, const void *keys, int32_t step,
+                uint32_t (*rank)(const void *, int32_t));
+uint32_t poet_rank_float(const void *keys, int32_t at);
+uint32_t poet_rank_int32(const void *keys, int32_t at);
+uint32_t poet_rank_int16(const void *keys, int32_t at);
+uint32_t poet_rank_int8(const void *keys, int32_t at);
+uint32_t poet_rank_uint32(const void *keys, int32_t at);
+uint32_t poet_rank_uint16(const void *keys, int32_t at);
+uint32_t poet_rank_uint8(const void *keys, int32_t at);
+
 void poet_threefry(uint32_t *x, uint32_t *y, uint32_t key0, uint32_t key1);
 
 /* Functions of numbers, the same to the bit wherever float is that of IEEE 754. */

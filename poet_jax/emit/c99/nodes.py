@@ -37,7 +37,11 @@ class Lowering:
 
     Attributes:
       run: number of the instruction.
+      rules: what lowers an equation that is no part of its readers' loops, by name.
+      lean: inner values that are computed again for each reader.
+      depth: how many bodies of control flow this one is inside of.
       where: buffer or equation of each name.
+      used: names that somebody reads.
       steps: so far, without the loop nest that may still grow.
       kept: inner values that are arrays to save work, by their buffers.
     """
@@ -49,26 +53,25 @@ class Lowering:
         run: int,
         lean: Collection[Any],
         forced: Collection[Any],
+        rules: Mapping[str, Any],
+        depth: int,
     ):
         self.equations, self.run, self.forced = equations, run, forced
+        self.lean, self.rules, self.depth = lean, rules, depth
         self.where: dict[Any, Buffer | Equation] = dict(known)
+        self.used: set[Any] = set()
         self.steps: list[Step] = []
         self.kept: dict[Buffer, Any] = {}
-        self._lean = lean
         self._open: nests.Pointwise | None = None
 
-    def lower(
-        self,
-        wanted: Collection[Any],
-        shared: Collection[Any],
-        rules: Mapping[str, Any],
-    ) -> None:
-        worth = _worth_keeping(self.equations, wanted, self._lean, rules)
+    def lower(self, wanted: Collection[Any], shared: Collection[Any]) -> None:
+        self.used = {*wanted, *(x for e in self.equations for x in e.reads)}
+        worth = _worth_keeping(self.equations, wanted, self.lean)
         for equation in self.equations:
             name = equation.primitive.name
             if name not in VIRTUAL:
                 try:
-                    rules[name](self, equation)
+                    self.rules[name](self, equation)
                 except NotImplementedError:
                     raise Unsupported(equation) from None
                 continue
@@ -185,6 +188,7 @@ def lower_node(
     run: int,
     lean: Collection[Any],
     rules: Mapping[str, Any],
+    depth: int = 0,
 ) -> Lowering:
     """The steps of `equations` that make the values `wanted`; `shared` are those that
     may be another one's array, if they have its elements in their order.
@@ -195,9 +199,9 @@ def lower_node(
     equations = _alive(equations, wanted)
     forced: set[Any] = set()
     while True:
-        lowering = Lowering(equations, known, run, lean, forced)
+        lowering = Lowering(equations, known, run, lean, forced, rules, depth)
         try:
-            lowering.lower(wanted, shared, rules)
+            lowering.lower(wanted, shared)
         except Materialise as error:
             assert error.name not in forced, "what is in memory has any index"
             forced.add(error.name)
@@ -219,7 +223,6 @@ def _worth_keeping(
     equations: Sequence[Equation],
     wanted: Collection[Any],
     lean: Collection[Any],
-    rules: Mapping[str, Any],
 ) -> set[Any]:
     """Inner element-wise values that are read more often than they are large, if that
     would repeat more work than it takes to have them in memory."""

@@ -48,11 +48,11 @@ class _Block:
         self.nbytes = max(self.nbytes, other.nbytes)
         self.alignment = max(self.alignment, other.alignment)
 
-    def meets(self, other: "_Block", at: int | None = None) -> bool:
-        """Whether both are alive at one step, other than `at`."""
+    def meets(self, other: "_Block", *at: int) -> bool:
+        """Whether both are alive at one step, other than those of `at`."""
         return any(
             max(a[0], b[0]) <= min(a[1], b[1])
-            and not (max(a[0], b[0]) == min(a[1], b[1]) == at)
+            and not (max(a[0], b[0]) == min(a[1], b[1]) in at)
             for a in self.spans
             for b in other.spans
         )
@@ -82,6 +82,7 @@ def place(steps: Sequence[Step], ties: Sequence[tuple[Buffer, Buffer]] = ()) -> 
     """
     spans = alive(steps)
     blocks = {buffer: _Block(buffer, span) for buffer, span in spans.items()}
+    _tie_inside(steps, spans, blocks)
     copied = _tie(steps, spans, blocks, ties)
     _overlay(steps, spans, blocks)
     distinct = list(dict.fromkeys(blocks.values()))
@@ -97,6 +98,38 @@ def _merge(blocks: dict[Buffer, _Block], first: _Block, second: _Block) -> None:
         blocks[buffer] = first
 
 
+def _tie_inside(
+    steps: Sequence[Step], spans: dict[Buffer, Span], blocks: dict[Buffer, _Block]
+) -> None:
+    """One block for both of each pair of a step's ties, where nothing else is in the
+    way."""
+    touched: dict[Buffer, list[int]] = {x: [] for s in steps for x, _ in s.ties}
+    for number, step in enumerate(steps):
+        for buffer in {*step.reads, *step.writes} & touched.keys():
+            touched[buffer].append(number)
+    for number, step in enumerate(steps):
+        for old, new in step.ties:
+            if old not in blocks or new not in blocks:
+                continue
+            first, second = blocks[old], blocks[new]
+            whole = list(first.spans)
+            before = [x for x in touched[old] if x < number]
+            if before:  # it is not alive from the last of these on to this step
+                first.spans.remove(spans[old])
+                first.spans += [
+                    (before[0], before[-1]),
+                    (touched[old][len(before)], spans[old][1]),
+                ]
+            start = spans[new][0]
+            is_over = (old, new) in steps[start].over
+            if not first.meets(second, number, *([start] if is_over else [])):
+                _merge(blocks, first, second)
+                continue
+            first.spans = whole
+            if not before:
+                first.spans.append((number, number))
+
+
 def _tie(
     steps: Sequence[Step],
     spans: dict[Buffer, Span],
@@ -110,9 +143,7 @@ def _tie(
             continue
         start = spans[new][0]
         is_over = (old, new) in steps[start].over
-        if len(blocks[new].buffers) == 1 and not blocks[old].meets(
-            blocks[new], start if is_over else None
-        ):
+        if not blocks[old].meets(blocks[new], *([start] if is_over else [])):
             _merge(blocks, blocks[old], blocks[new])
             continue
         end = len(steps) - 1

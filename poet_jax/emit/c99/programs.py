@@ -1,23 +1,34 @@
 """A planned program as steps of C over buffers."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
+from poet_jax.core.equation import Equation
 from poet_jax.core.graph import Graph
 from poet_jax.core.plan import Free, PageIn, PageOut
 from poet_jax.core.program import Program, Run
-from poet_jax.emit.c99 import contractions, places, reductions, windows
+from poet_jax.emit.c99 import (
+    contractions,
+    control,
+    orders,
+    places,
+    reductions,
+    windows,
+)
 from poet_jax.emit.c99.buffers import C_TYPES, Buffer, Pointer, Step
 from poet_jax.emit.c99.buffers import needed as needed
+from poet_jax.emit.c99.expanding import parts
 from poet_jax.emit.c99.loops import VIRTUAL
 from poet_jax.emit.c99.nodes import lower_node
 
 RULES = {
     **contractions.RULES,
+    **control.RULES,
+    **orders.RULES,
     **places.RULES,
     **reductions.RULES,
     **windows.RULES,
@@ -52,7 +63,7 @@ def unsupported(program: Program) -> list[str]:
     """What has no kernel, by name: primitives, and dtypes of operations."""
     found: dict[str, None] = {}
     for node in program.graph.nodes:
-        for equation in node.equations:
+        for equation in _all(node.equations):
             name = equation.primitive.name
             if name not in VIRTUAL and name not in RULES:
                 found[name] = None
@@ -61,6 +72,14 @@ def unsupported(program: Program) -> list[str]:
                 if aval.dtype.name not in C_TYPES:
                     found[f"{name} of {aval.dtype.name}"] = None
     return list(found)
+
+
+def _all(equations: Iterable[Equation]) -> Iterator[Equation]:
+    """Equations, and those of the bodies of control flow."""
+    for equation in equations:
+        yield equation
+        for part in parts(equation):
+            yield from _all(part.equations)
 
 
 def steps_of(

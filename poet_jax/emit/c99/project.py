@@ -19,12 +19,19 @@ from poet_jax.core.simulate import Usage
 from poet_jax.core.units import format_bytes
 from poet_jax.emit.c99 import sources
 from poet_jax.emit.c99.buffers import Unsupported
-from poet_jax.emit.c99.expanding import expanded, is_key
+from poet_jax.emit.c99.expanding import expanded, is_key, words
 from poet_jax.emit.c99.offsets import Arena, place
 from poet_jax.emit.c99.programs import Steps, page_slots, steps_of, unsupported
 
 SHARE = 1.05  # of the plan's peak that an arena may have
-FILES = ("kernels.h", "kernels.c", "functions.c", "main.c", "CMakeLists.txt")
+FILES = (
+    "kernels.h",
+    "kernels.c",
+    "functions.c",
+    "state.c",
+    "main.c",
+    "CMakeLists.txt",
+)
 
 
 class Scheduled(Protocol):
@@ -86,7 +93,8 @@ def c(
     `poet_step.h` says where arguments and results lie. Everything is in one arena,
     whose offsets are planned: it is at most 5 % above the plan's peak if such offsets
     are found, and `Project` has both. The board supplies `poet_page_out` and
-    `poet_page_in`, if the plan pages. `main.c` compares one step with JAX's.
+    `poet_page_in`, if the plan pages. `poet_save` and `poet_restore` move the state in
+    RAM. `main.c` compares one step with JAX's.
 
     Args:
       schedule: of `Scheduled.plan`, or of `Scheduled.plan_for_board`, which compiles
@@ -172,8 +180,8 @@ def _no_kernel(names: Sequence[str]) -> NotImplementedError:
     return NotImplementedError(
         f"The program has no kernels in C for {', '.join(names)}. There are some for "
         "element-wise operations, reductions, products, convolutions, windows and "
-        "moves of float32, int32, uint32, bool, and integers of 8 and 16 bits. Write "
-        "the step with these, and loops of a few turns as Python's."
+        "moves of float32, int32, uint32, bool, and integers of 8 and 16 bits, and "
+        "loops and branches of these. Write the step with these."
     )
 
 
@@ -241,7 +249,7 @@ def _leaves(graph: Graph, arguments: Sequence[Any] | None) -> list[np.ndarray]:
             else np.zeros(x.shape, x.dtype)
             for x in avals
         ]
-    leaves = [np.asarray(_words(x)) for x in jax.tree.leaves(tuple(arguments))]
+    leaves = [np.asarray(words(x)) for x in jax.tree.leaves(tuple(arguments))]
     given = [(x.shape, str(x.dtype)) for x in leaves]
     planned = [(x.shape, str(x.dtype)) for x in avals]
     if given != planned:
@@ -255,13 +263,6 @@ def _leaves(graph: Graph, arguments: Sequence[Any] | None) -> list[np.ndarray]:
     return leaves
 
 
-def _words(x: Any) -> Any:
-    """An array, or what keys hold."""
-    if isinstance(x, jax.Array) and is_key(x.dtype):
-        return jax.random.key_data(x)
-    return x
-
-
 def _by_jax(graph: Graph, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
     """The results of one step, as JAX computes them."""
     given = [
@@ -270,7 +271,7 @@ def _by_jax(graph: Graph, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
         else x
         for v, x in zip(graph.arguments, leaves, strict=True)
     ]
-    return [np.asarray(_words(x)) for x in jax.jit(graph)(*given)]
+    return [np.asarray(words(x)) for x in jax.jit(graph)(*given)]
 
 
 def _flash(
@@ -278,7 +279,7 @@ def _flash(
 ) -> dict[int, np.ndarray]:
     """The values that are constants in flash."""
     argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    flash = {v: np.asarray(_words(x)) for v, x in graph.constants.items()}
+    flash = {v: np.asarray(words(x)) for v, x in graph.constants.items()}
     if not argnums:
         return flash
     args, _ = jax.tree.unflatten(

@@ -69,6 +69,22 @@ def array(name: str, data: np.ndarray, qualifier: str = "const") -> list[str]:
     return [f"{qualifier} {c_type} {name}[{data.size}] = {{", *numbers(data), "};", ""]
 
 
+STATE = """\
+/* The state between steps, of arguments in RAM that a step replaces. The board writes
+   POET_SAVE_BYTES, in order, and reads them at any place; it returns 0 if it has. */
+int poet_save(int (*write)(uint32_t at, const void *from, uint32_t bytes));
+int poet_restore(int (*read)(uint32_t at, void *to, uint32_t bytes));
+enum {
+  POET_STATE_OK = 0,
+  POET_STATE_FAILED = -1,  /* to write, or to read: RAM is as it was */
+  POET_STATE_OTHER = -2,   /* no state of this program: RAM is as it was */
+  POET_STATE_DAMAGED = -3, /* another checksum: RAM is as it was */
+  POET_STATE_LOST = -4     /* could be read once only: RAM is undefined */
+};
+extern const int32_t poet_saved[]; /* numbers of these arguments */
+""".splitlines()
+
+
 class _Text:
     def __init__(
         self,
@@ -93,6 +109,13 @@ class _Text:
         self.state = [
             number for number, v in enumerate(graph.arguments) if v in graph.donated
         ]
+        self.saved = [x for x in self.state if not self.arguments[x].startswith("-1")]
+
+    @property
+    def save_bytes(self) -> int:
+        """Of the state in RAM, after five words."""
+        values = [self.graph.values[self.graph.arguments[x]] for x in self.saved]
+        return 20 + sum(x.nbytes for x in values)
 
     def pointer(self, buffer: Buffer) -> str:
         if buffer.in_flash:
@@ -134,6 +157,8 @@ class _Text:
             f"#define POET_ARGUMENTS {len(self.arguments)}",
             f"#define POET_RESULTS {len(self.results)}",
             f"#define POET_FINGERPRINT 0x{self.graph.fingerprint[:8]}u",
+            f"#define POET_SAVED {len(self.saved)}",
+            f"#define POET_SAVE_BYTES {self.save_bytes}u",
             "",
             "/* Define POET_RAM_BYTES as what the board has for the arena. */",
             "#if defined(POET_RAM_BYTES) && POET_RAM_BYTES < POET_ARENA_BYTES",
@@ -160,6 +185,7 @@ class _Text:
             "extern const struct poet_array poet_arguments[];",
             "extern const struct poet_array poet_results[];",
             "",
+            *STATE,
         ]
         graph = self.graph
         for kind, values, rows in (
@@ -205,7 +231,8 @@ class _Text:
             lines += ["", f"/* {self.steps.names[run]} */"]
             lines.append(f"static void run_{run}(uint8_t *m) {{")
             for part in parts:
-                lines += ["{", *part.render(self.pointer), "}"]
+                inside = part.render(self.pointer)
+                lines += inside if part.is_bracket else ["{", *inside, "}"]
             lines += ["}"]
             calls.append(f"run_{run}(m);")
         for new, old in self.arena.copied:
@@ -264,7 +291,8 @@ class _Text:
             lines.append(f"const struct poet_array poet_{name}[] = {{")
             lines += [f"  {{{row}}}," for row in rows] or ["  {-1, -1, 0, 1, 'b'},"]
             lines += ["};", ""]
-        return "\n".join(lines)
+        saved = ", ".join(map(str, self.saved or [-1]))
+        return "\n".join([*lines, f"const int32_t poet_saved[] = {{{saved}}};", ""])
 
     def vector(self, expected: Sequence[np.ndarray]) -> str:
         """One step's arguments that are not state, and its results as JAX has them."""
