@@ -234,6 +234,24 @@ def language_models() -> str:
     return markdown([[*head, *speed], *lines])
 
 
+def language_schemes() -> str:
+    """What each scheme of fine-tuning a small language model learns and costs."""
+    lines = []
+    for row in read("language_schemes/language_schemes"):
+        lines.append([
+            row["scheme"].replace("_", " "),
+            f"{int(row['trained_parameters']):,}",
+            size(row["compiled_bytes"]),
+            f"{float(row['seconds']):.2f}",
+            *(f"{float(row[x]):.3g}" for x in row if x.endswith("_joules")),
+            f"{float(row['loss_before']):.3f}",
+            f"{float(row['loss_after']):.3f}",
+        ])  # fmt: skip
+    head = ["scheme", "trained", "memory", "seconds a step"]
+    joules = ["joules, Raspberry Pi 5", "Jetson Orin", "loss before", "after"]
+    return markdown([[*head, *joules], *lines])
+
+
 SYSTEMS = {
     "torch": "PyTorch",
     "torch_checkpoint": "PyTorch, gradient checkpointing",
@@ -485,6 +503,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "paged_state": paged_state,
     "language_models": language_models,
     "beside_torch": beside_torch,
+    "language_schemes": language_schemes,
     "store": store,
     "hard_limit": hard_limit,
     "shapes": shapes,
