@@ -291,7 +291,7 @@ class Scheduled:
                 kwargs,
                 graph,
                 scratch_bytes=own_bytes,
-                signal=signal(graph),
+                signal=signal(traced),
             )
 
         def build(program: Program) -> Step | PagedStep:
@@ -316,7 +316,7 @@ class Scheduled:
                 graph,
                 scratch_bytes=scratch_bytes,
                 recomputed=program.recomputed,
-                signal=signal(graph),
+                signal=signal(traced),
             )
 
         processes = self._function.processes(args, kwargs)

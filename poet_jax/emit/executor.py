@@ -195,15 +195,22 @@ running: list[tuple[weakref.ref[Step], jax.Array]] = []
 
 
 def signal(graph: Graph) -> int | None:
-    """The smallest of the flat results that are computed; None if it is large.
+    """The smallest of the flat results of a traced function that are computed; None if
+    it is large.
 
-    JAX returns an argument that is a result as it is, which tells nothing.
+    JAX returns an argument that is a result as it is, which tells nothing. In a graph
+    it is copied.
     """
-    given = {*graph.initial, *graph.constants}
+    copies = {
+        v
+        for node in graph.nodes
+        for v in node.writes
+        if any(e.primitive.name == "copy" for e in node.equations)
+    }
     sizes = [
         (graph.values[v].nbytes, leaf)
         for leaf, v in enumerate(graph.results)
-        if v not in given
+        if v in graph.producer and v not in copies
     ]
     nbytes, leaf = min(sizes, default=(SIGNAL_BYTES + 1, 0))
     return leaf if nbytes <= SIGNAL_BYTES else None
