@@ -364,30 +364,31 @@ def rows_of(path):
     return list(csv.DictReader(path.read_text().splitlines()))
 
 
-def test_the_step_benchmark_measures_a_step_beside_jit(tmp_path):
-    flags = ("--models=mlp", "--shares=100,least", "--seconds=0", "--time_limit=2")
+def test_the_step_benchmark_measures_the_least_memory_beside_jit(tmp_path):
+    flags = ("--models=mlp", "--shares=least", "--seconds=0", "--time_limit=2")
     run_module("benchmarks.step_benchmark", tmp_path, *flags)
-    path = tmp_path / "steps.csv"
-    rows = whole, least = rows_of(path)
-    for row in rows:
-        assert int(row["compiled_bytes"]) <= int(row["budget_bytes"])
-        assert int(row["planned_bytes"]) <= int(row["budget_bytes"])
-        assert 0 < float(row["compile_seconds"]) < float(row["first_seconds"])
-        assert 0 < float(row["jit_compile_seconds"]) < float(row["jit_first_seconds"])
-        assert float(row["ratio"]) > 0 and float(row["checkpoint_ratio"]) > 0
-        assert int(row["watched_steps"]) >= 10 and int(row["pairs"]) >= 5
-        assert float(row["loss_difference"]) < 1e-4
-    assert int(least["budget_bytes"]) < int(whole["budget_bytes"])
+    (row,) = rows_of(tmp_path / "steps.csv")
+    assert int(row["compiled_bytes"]) <= int(row["budget_bytes"])
+    assert int(row["planned_bytes"]) <= int(row["budget_bytes"])
+    assert int(row["budget_bytes"]) < int(row["jit_bytes"])
+    assert 0 < float(row["compile_seconds"]) < float(row["first_seconds"])
+    assert 0 < float(row["jit_compile_seconds"]) < float(row["jit_first_seconds"])
+    assert float(row["ratio"]) > 0 and float(row["checkpoint_ratio"]) > 0
+    assert int(row["watched_steps"]) >= 10 and int(row["pairs"]) >= 5
+    assert float(row["loss_difference"]) < 1e-4
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
-    run_module("benchmarks.step_benchmark", tmp_path, *flags, "--only_missing")
-    assert rows_of(path) == rows
 
 
-def test_small_steps_are_drawn_from_their_rows(tmp_path):
-    results = pathlib.Path(models.__file__).parent / "results"
-    shutil.copy(results / "small_steps" / "small_steps.csv", tmp_path)
-    run_module("benchmarks.small_steps", tmp_path, "--plot")
-    assert (tmp_path / "small_steps.png").read_bytes().startswith(b"\x89PNG")
+@pytest.mark.parametrize(
+    "name", ["benchmarks.small_steps", "language_model.schemes:language_schemes"]
+)
+def test_a_figure_is_drawn_from_its_rows(tmp_path, name):
+    module, _, rows = name.partition(":")
+    rows = rows or module.rpartition(".")[2]
+    results = pathlib.Path(models.__file__).parent / "results" / rows
+    shutil.copy(results / f"{rows}.csv", tmp_path)
+    run_module(module, tmp_path, "--plot")
+    assert (tmp_path / f"{rows}.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("scenario", ["five_shapes", "train_and_evaluate"])

@@ -6,14 +6,12 @@ import pytest
 from processes import run_module
 
 
-def test_a_budget_holds_at_the_loss_of_jit_or_says_that_it_is_too_small(tmp_path):
-    flags = ("--size=small", "--models=gpt2_loop", "--shares=75,1", "--time_limit=2")
+def test_a_budget_holds_at_the_loss_of_jit(tmp_path):
+    flags = ("--size=small", "--models=gpt2_loop", "--shares=75", "--time_limit=2")
     said = run_module("benchmarks.gpu", tmp_path, *flags, "--prices=RASPBERRY_PI_4")
-    jit, ours, small = csv.DictReader((tmp_path / "gpu.csv").read_text().splitlines())
+    jit, ours = csv.DictReader((tmp_path / "gpu.csv").read_text().splitlines())
     assert (jit["device"], jit["system"]) == ("cpu", "jax.jit")
-    assert (ours["share"], small["share"]) == ("75", "1")
     assert int(ours["compiled_bytes"]) <= int(ours["budget_bytes"])
     assert int(ours["budget_bytes"]) <= 0.75 * 1.2 * int(jit["compiled_bytes"])
     assert float(ours["loss"]) == pytest.approx(float(jit["loss"]), rel=1e-3)
-    assert small["status"] in ("IMPOSSIBLE", "NONE") and not small["seconds"]
     assert "gpt2_loop" in said

@@ -54,17 +54,6 @@ def test_batches_do_not_depend_on_where_they_start(count, size, start):
         assert len(set(seen[epoch * count : (epoch + 1) * count])) == count
 
 
-def test_a_scheme_learns_in_a_tenth_of_the_memory(tmp_path):
-    size = ("--layers=1", "--width=32", "--base_steps=1", "--steps=2")
-    flags = ("--time_limit=2", "--schemes=bias", f"--folder={tmp_path / 'model'}")
-    run_module("language_model.schemes", tmp_path, *size, *flags)
-    (row,) = read_rows(tmp_path / "language_schemes.csv")
-    assert int(row["compiled_bytes"]) <= int(row["budget_bytes"])
-    assert float(row["loss_after"]) < float(row["loss_before"])
-    assert float(row["JETSON_ORIN_joules"]) < float(row["RASPBERRY_PI_5_joules"])
-    assert (tmp_path / "language_schemes.png").read_bytes().startswith(b"\x89PNG")
-
-
 def test_tokens_of_a_trained_tokenizer_are_its_text(tmp_path):
     words = "the cat sat on the mat; the cat – «le chat» – sat.\n"
     tokenizer = text.train_tokenizer(words, 280)
