@@ -12,9 +12,8 @@ takes four minutes on two cores.
 
 Columns are those of `experiments.benchmarks.measuring.measure_step`. Expect seconds to
 be 5 to 15 us more than those of `jax.jit`, as each call first sees to it that no other
-step runs and that no trace is under way. That is a ratio of 0.96 to 1.09. Expect
-first_seconds as those of `jax.jit`, and below 100 % two seconds more. A share that is
-too small has no ratio.
+step runs. That is a ratio of 0.92 to 1.07. Expect first_seconds as those of `jax.jit`,
+and below 100 % two seconds more. A share that is too small has no ratio.
 """
 
 import itertools
