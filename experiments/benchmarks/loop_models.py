@@ -24,7 +24,7 @@ def checkpoint(body, carry, rows, length):
 
 
 def loop(body, carry, rows, length):
-    """A Python loop over `length` rows, each of which is a pytree of its own."""
+    """A Python loop over a list of `length` rows, each a pytree."""
     results = []
     for row in rows:
         carry, result = body(carry, row)

@@ -145,10 +145,8 @@ class Scheduled:
 
         As `poet_jax.pareto`; nothing runs, as in `plan`.
         """
-        key, traced = (
-            self._function.key(args, kwargs),
-            self._function.traced(args, kwargs),
-        )
+        key = self._function.key(args, kwargs)
+        traced = self._function.traced(args, kwargs)
         graph, costs = self._priced(key, args, kwargs, traced, self.passes)
         return pareto(graph, costs, budgets, self.planner, self.store_bytes)
 

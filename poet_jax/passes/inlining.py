@@ -100,12 +100,11 @@ class _Recomputer:
         self.replace(number, _needed(rows, writes, set()), writes)
 
     def moved(self, node: Node, kinds: dict[Any, jax.ShapeDtypeStruct]) -> "_Moved":
-        """What is kept of a light forward node in as few bytes as may be, and of that
-        what is computed again by as little.
+        """What to compute again of a light forward node, so that the least is kept.
 
-        Each value that moves is tried as one that is kept. Of a sum along the layers,
-        what is added to it takes as much as the sum itself, which is not to be added up
-        again in each layer.
+        Each value is tried as kept, too, and stays kept where that takes no more. So a
+        residual stream is kept: a layer's summand is as large as the sum, and without
+        the sum each layer would add up all layers below it.
         """
 
         def of(values: list[int]) -> tuple[int, _Moved]:

@@ -19,7 +19,7 @@ SHAPES = [(), (3,), (2, 3), (3, 3)]
 
 
 def picked(rng, count):
-    """Shapes, of which some are the same."""
+    """Shapes, some of them equal."""
     return [SHAPES[x] for x in rng.integers(len(SHAPES), size=count)]
 
 

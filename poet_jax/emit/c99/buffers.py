@@ -22,6 +22,10 @@ C_TYPES = {
 }
 
 
+class NoForm(Exception):
+    """A rule has no C for an equation's dtypes or parameters."""
+
+
 class Unsupported(Exception):
     """An equation has no kernel."""
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from poet_jax.core.equation import Equation
 from poet_jax.emit.c99 import loops
-from poet_jax.emit.c99.buffers import C_TYPES, Buffer, Pointer, Step, strides
+from poet_jax.emit.c99.buffers import C_TYPES, Buffer, NoForm, Pointer, Step, strides
 from poet_jax.emit.c99.index import counters, linear
 from poet_jax.emit.c99.nests import Reduction
 from poet_jax.emit.c99.nodes import Lowering, View
@@ -67,7 +67,7 @@ def dot_general(lowering: Lowering, equation: Equation) -> None:
                     (contract_b, starts[3]))  # fmt: skip
     dtypes = {x.dtype.name for x in (*equation.operand_shapes, *equation.result_shapes)}
     if not dtypes <= C_TYPES.keys():
-        raise NotImplementedError
+        raise NoForm
     views = [lowering.view(equation, 0), lowering.view(equation, 1)]
     if dtypes == {"float32"} and math.prod(equation.result_shapes[0].shape):
         for number, view in enumerate(views):
@@ -195,7 +195,7 @@ def convolution(lowering: Lowering, equation: Equation) -> None:
     dtypes = {x.dtype.name for x in (left, right, result)}
     spatial = len(left.shape) - 2
     if dtypes != {"float32"} or spatial > 2:
-        raise NotImplementedError
+        raise NoForm
     views = []
     for number in range(2):
         view = lowering.view(equation, number)

@@ -88,7 +88,7 @@ def _operands(lowering: Lowering, equation: Equation) -> list[Buffer]:
 
 
 def _moved(pairs: Iterable[Pair], pointer: Pointer) -> list[str]:
-    """Lines that copy to each first buffer what is in the second one."""
+    """Lines that copy each second buffer to the first."""
     places = [(pointer(to), pointer(x), to.nbytes) for to, x in pairs]
     return [f"memcpy({to}, {x}, {size});" for to, x, size in places if to != x]
 
@@ -247,7 +247,7 @@ def repeat(lowering: Lowering, equation: Equation) -> None:
 
 
 def branch(lowering: Lowering, equation: Equation) -> None:
-    """An `if` for each branch; the last one is that of all other numbers, as in XLA."""
+    """An `if` for each branch. As in XLA, the last branch takes all other indices."""
     index, *operands = _operands(lowering, equation)
     used, run = _used(lowering, equation), lowering.run
     results = [lowering.result(equation, n) for n in used]

@@ -8,7 +8,14 @@ from typing import Any
 
 from poet_jax.core.equation import Equation, Literal
 from poet_jax.emit.c99 import scalars
-from poet_jax.emit.c99.buffers import C_TYPES, Buffer, Pointer, Unsupported, strides
+from poet_jax.emit.c99.buffers import (
+    C_TYPES,
+    Buffer,
+    NoForm,
+    Pointer,
+    Unsupported,
+    strides,
+)
 from poet_jax.emit.c99.index import Form, Index, NotAffine, counters, linear
 
 Where = Callable[[Any], Buffer | Equation]
@@ -152,7 +159,7 @@ class Body:
         dtypes = [aval.dtype.name for _, aval in operands]
         try:
             text = scalars.text_of(equation, args, dtypes)
-        except NotImplementedError:
+        except NoForm:
             raise Unsupported(equation) from None
         return self.let(result.dtype.name, text)
 

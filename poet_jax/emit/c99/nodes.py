@@ -15,7 +15,7 @@ import numpy as np
 
 from poet_jax.core.equation import Equation, Literal
 from poet_jax.emit.c99 import nests, scalars
-from poet_jax.emit.c99.buffers import Buffer, Step, Unsupported, strides
+from poet_jax.emit.c99.buffers import Buffer, NoForm, Step, Unsupported, strides
 from poet_jax.emit.c99.index import Form, Index, NotAffine, counters
 from poet_jax.emit.c99.loops import VIRTUAL, Materialise, source
 
@@ -72,7 +72,7 @@ class Lowering:
             if name not in VIRTUAL:
                 try:
                     self.rules[name](self, equation)
-                except NotImplementedError:
+                except NoForm:
                     raise Unsupported(equation) from None
                 continue
             (result,) = equation.results

@@ -8,7 +8,7 @@ import numpy as np
 from jax import lax
 
 from poet_jax.core.equation import Equation
-from poet_jax.emit.c99.buffers import Buffer, Pointer, Step, strides
+from poet_jax.emit.c99.buffers import Buffer, NoForm, Pointer, Step, strides
 from poet_jax.emit.c99.contractions import table
 from poet_jax.emit.c99.index import Index, counters, linear
 from poet_jax.emit.c99.loops import stretched
@@ -161,7 +161,7 @@ def _fill_bits(value: Any, dtype: str) -> int:
 def _indices(lowering: Lowering, equation: Equation) -> tuple[Buffer, dict[str, Any]]:
     aval = equation.operand_shapes[1]
     if aval.dtype.name not in ("int32", "uint32"):
-        raise NotImplementedError
+        raise NoForm
     buffer = lowering.buffer(equation, 1)
     is_unsigned = int(aval.dtype.name == "uint32")
     return buffer, {"is_unsigned": is_unsigned, "at_start": 1}
@@ -265,11 +265,11 @@ def scatter(lowering: Lowering, equation: Equation) -> None:
     if kind == "set":
         combine = "set" if array.dtype.itemsize == 4 else "set_bytes"
         if array.dtype.itemsize not in (1, 4):
-            raise NotImplementedError
+            raise NoForm
     elif (kind, array.dtype.name) in _COMBINES:
         combine = _COMBINES[kind, array.dtype.name]
     else:
-        raise NotImplementedError
+        raise NoForm
     left_out = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
     inside = [axis for axis in range(len(array.shape)) if axis not in left_out]
     sizes = [1] * len(array.shape)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from poet_jax.core.equation import Equation
-from poet_jax.emit.c99.buffers import C_TYPES
+from poet_jax.emit.c99.buffers import C_TYPES, NoForm
 from poet_jax.emit.c99.nests import Reduction
 from poet_jax.emit.c99.nodes import Lowering
 from poet_jax.emit.c99.scalars import constant, is_float
@@ -77,7 +77,7 @@ def reduce(lowering: Lowering, equation: Equation) -> None:
     loop, element = _nest(lowering, equation)
     dtype = equation.operand_shapes[0].dtype.name
     if dtype not in C_TYPES:
-        raise NotImplementedError
+        raise NoForm
     loop.first.append(f"{C_TYPES[dtype]} s = {neutral(kind, dtype)};")
     loop.body.lines.append(f"s = {combined(kind, dtype, 's', element)};")
     loop.store(lowering.result(equation), "s")

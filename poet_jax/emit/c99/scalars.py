@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from poet_jax.core.equation import Equation
-from poet_jax.emit.c99.buffers import C_TYPES
+from poet_jax.emit.c99.buffers import C_TYPES, NoForm
 
 Rule = Callable[[dict[str, Any], Sequence[str], Sequence[str]], str]
 
@@ -60,7 +60,7 @@ def _call(of_floats: str, of_integers: str | None = None) -> Rule:
     def rule(params: dict[str, Any], args: Sequence[str], dtypes: Sequence[str]) -> str:
         name = of_floats if is_float(dtypes[0]) else of_integers
         if name is None:
-            raise NotImplementedError
+            raise NoForm
         suffix = "_u" if dtypes[0] == "uint32" and name in _UNSIGNED else ""
         return f"{name}{suffix}({', '.join(args)})"
 
@@ -106,7 +106,7 @@ def _power(params: dict[str, Any], args: Sequence[str], dtypes: Sequence[str]) -
     exponent = params["y"]
     if not is_float(dtypes[0]):
         if exponent < 0:
-            raise NotImplementedError
+            raise NoForm
         return f"({C_TYPES[dtypes[0]]})poet_power_u((uint32_t){args[0]}, {exponent}u)"
     x = args[0]
     match exponent:
@@ -125,7 +125,7 @@ def _power(params: dict[str, Any], args: Sequence[str], dtypes: Sequence[str]) -
 
 def _pow(params: dict[str, Any], args: Sequence[str], dtypes: Sequence[str]) -> str:
     if not is_float(dtypes[0]):
-        raise NotImplementedError
+        raise NoForm
     if is_float(dtypes[1]):
         return f"poet_power({args[0]}, {args[1]})"
     return f"poet_power_i({args[0]}, (int32_t){args[1]})"
@@ -178,7 +178,7 @@ def _same_bits(
 ) -> str:
     old, new = dtypes[0], np.dtype(params["new_dtype"]).name
     if np.dtype(old).itemsize != np.dtype(new).itemsize:
-        raise NotImplementedError
+        raise NoForm
     if is_float(old) == is_float(new):
         return f"({C_TYPES[new]}){args[0]}"
     if is_float(new):
@@ -188,7 +188,7 @@ def _same_bits(
 
 def _reduced(params: dict[str, Any], args: Sequence[str], dtypes: Sequence[str]) -> str:
     if (params["exponent_bits"], params["mantissa_bits"]) != (8, 23):
-        raise NotImplementedError
+        raise NoForm
     return args[0]
 
 
@@ -272,8 +272,8 @@ def weight(equation: Equation) -> float:
 
 
 def text_of(equation: Equation, args: Sequence[str], dtypes: Sequence[str]) -> str:
-    """The expression of an element; raises NotImplementedError without a kernel."""
+    """The expression of an element; raises NoForm without a kernel."""
     name = equation.primitive.name
     if any(dtype not in C_TYPES for dtype in dtypes):
-        raise NotImplementedError
+        raise NoForm
     return RULES[name](equation.params, args, dtypes)

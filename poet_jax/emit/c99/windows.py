@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from poet_jax.core.equation import Equation
+from poet_jax.emit.c99.buffers import NoForm
 from poet_jax.emit.c99.contractions import call
 from poet_jax.emit.c99.nodes import Lowering
 
@@ -11,7 +12,7 @@ def _window(equation: Equation, shape: Sequence[int], out: Sequence[int]) -> dic
     params, rank = equation.params, len(shape)
     ones = (1,) * rank
     if rank > 8:
-        raise NotImplementedError
+        raise NoForm
     return {
         "rank": rank,
         "in_size": tuple(shape),
@@ -27,7 +28,7 @@ def _window(equation: Equation, shape: Sequence[int], out: Sequence[int]) -> dic
 def reduce_window(lowering: Lowering, equation: Equation) -> None:
     (aval,), (result,) = equation.operand_shapes, equation.result_shapes
     if aval.dtype.name != "float32":
-        raise NotImplementedError
+        raise NoForm
     kind = equation.primitive.name.rpartition("_")[2]
     fields = _window(equation, aval.shape, result.shape)
     operand = lowering.buffer(equation, 0)
@@ -40,7 +41,7 @@ def reduce_window(lowering: Lowering, equation: Equation) -> None:
 def select_and_scatter(lowering: Lowering, equation: Equation) -> None:
     source, aval = equation.operand_shapes
     if aval.dtype.name != "float32":
-        raise NotImplementedError
+        raise NoForm
     kinds = {"ge": "max", "le": "min"}
     kind = kinds[equation.params["select_prim"].name]
     fields = _window(equation, aval.shape, source.shape)
