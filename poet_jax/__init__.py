@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 from poet_jax import devices
 from poet_jax.api.pareto import pareto
 from poet_jax.api.schedule import Schedule
-from poet_jax.api.state import init_paged, to_storage
+from poet_jax.api.state import init_paged, load_paged, save_paged, to_storage
 from poet_jax.api.transform import Scheduled, schedule, value_and_grad
 from poet_jax.core import (
     Budget,
@@ -68,11 +68,13 @@ __all__ = [
     "keep_all",
     "linen",
     "load_instance",
+    "load_paged",
     "lower",
     "nnx",
     "pareto",
     "price",
     "release",
+    "save_paged",
     "schedule",
     "simulate",
     "to_storage",

@@ -17,10 +17,10 @@ def page(nbytes, seed=0):
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
-def file_of(store, nbytes):
-    """(descriptor, flags, offset) of room in it."""
+def room_in(store, nbytes):
+    """(offset, place) of room in it."""
     offset = store.allocate(nbytes, "a")
-    return store.descriptor(), int(store.is_direct), offset
+    return offset, store.page_at(offset)
 
 
 @contextlib.contextmanager
@@ -42,11 +42,7 @@ DAMAGES = {
 
 def where(store, *sizes):
     """[P, 4] for `page_out` and `page_in`: room for pages of these sizes."""
-    rows = []
-    for nbytes in sizes:
-        file, flags, offset = file_of(store, nbytes)
-        rows.append((file, offset // 4096, flags, 0))
-    return np.array(rows, np.uint32)
+    return np.array([room_in(store, nbytes)[1] for nbytes in sizes], np.uint32)
 
 
 def busy(x):

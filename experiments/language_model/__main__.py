@@ -21,6 +21,7 @@ model or its adapters, and a state from which the same command resumes after a k
 with the losses of a run that was not disturbed.
 """
 
+import contextlib
 import pathlib
 import statistics
 from typing import Any
@@ -32,11 +33,12 @@ from flax import nnx
 from tokenizers import Tokenizer
 
 import poet_jax
-from experiments.language_model import adapters, checkpoint, text, train
+from experiments.language_model import adapters, base, checkpoint, text, train
 from experiments.language_model.architectures import read_config
 from experiments.language_model.generate import continued
 from experiments.language_model.models import (
     SIZES,
+    Config,
     Model,
     empty,
     loss_fn,
@@ -55,6 +57,11 @@ CHECKPOINT = flags.DEFINE_string(
     "checkpoint",
     None,
     "Folder of a model in the format of Hugging Face.",
+)
+BASE = flags.DEFINE_string(
+    "base",
+    None,
+    "File for the parameters, which a step reads there; made if it is not there.",
 )
 ADAPTERS = flags.DEFINE_string(
     "adapters", None, "Folder of adapters in the format of PEFT, added at the start."
@@ -97,21 +104,38 @@ TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "Of what it says; 0 is gree
 cli.define_flags("budget", "device", "planner", "solver", "objective", "time_limit")
 
 
-# All that losses depend on.
+# All that the parameters of a base depend on, and all that losses do.
+OF_BASE = (SIZE, CHECKPOINT, ADAPTERS, QUANTIZE, DTYPE, SEED)
 SETTINGS = (
-    SIZE, CHECKPOINT, ADAPTERS, TEXT, TOKENIZER, UPDATE, RANK, OPTIMIZER, LEARNING_RATE,
-    QUANTIZE, DTYPE, LENGTH, BATCH_SIZE, STEPS, SEED,
+    *OF_BASE, TEXT, TOKENIZER, UPDATE, RANK, OPTIMIZER, LEARNING_RATE, LENGTH,
+    BATCH_SIZE, STEPS,
 )  # fmt: skip
 
 
 def load_model(store: Store | None) -> Model:
-    """The model that flags name, with its large arrays in `store`, if that is given."""
+    """The model that flags name, with its large arrays in --base, or else in `store`,
+    if either is given."""
+    if BASE.value is None:
+        return make_model(store)
+    path, settings = pathlib.Path(BASE.value), {x.name: x.value for x in OF_BASE}
+    if not path.exists():
+        with contextlib.closing(poet_jax.FileStore(path.parent)) as made:
+            base.save(path, make_model(made), settings)
+    return base.load(path, config_of(), jnp.dtype(DTYPE.value), settings)
+
+
+def config_of() -> Config:
+    """The configuration of the model that flags name."""
+    if CHECKPOINT.value is not None:
+        return read_config(pathlib.Path(CHECKPOINT.value))[1]
+    return SIZES[SIZE.value]
+
+
+def make_model(store: Store | None) -> Model:
+    """The model that flags name, at random or from its checkpoint."""
     dtype, place = jnp.dtype(DTYPE.value), placing(QUANTIZE.value, store)
     if ADAPTERS.value is not None:
-        config = SIZES[SIZE.value]
-        if CHECKPOINT.value is not None:
-            config = read_config(pathlib.Path(CHECKPOINT.value))[1]
-        part = adapters.load(ADAPTERS.value, empty(config, dtype))
+        part = adapters.load(ADAPTERS.value, empty(config_of(), dtype))
         place = adapters.added(part, place)
     if CHECKPOINT.value is not None:
         return checkpoint.load(CHECKPOINT.value, dtype, place)

@@ -16,6 +16,7 @@ from flax import nnx
 from experiments.language_model import files
 from experiments.language_model.architectures import architecture_of
 from experiments.language_model.models import Model, Place, variables
+from poet_jax import save_paged
 from poet_jax.update.part import Adapter, Part
 
 ARRAYS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -60,7 +61,7 @@ def save(part: Part, model: Model, folder: pathlib.Path | str) -> None:
         name = f"base_model.model.{_module(model, path)}"
         arrays[f"{name}.lora_A.weight"] = np.asarray(adapter.a).T
         arrays[f"{name}.lora_B.weight"] = np.asarray(adapter.b).T
-    files.write(folder / ARRAYS, arrays, {"format": "pt"})
+    save_paged(arrays, folder / ARRAYS, {"format": "pt"})
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -27,6 +27,7 @@ from experiments.language_model.models import (
     empty,
     variables,
 )
+from poet_jax import save_paged
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -117,7 +118,7 @@ def save(
             array = array.T if architecture.turns(path) else array
             arrays[architecture.public(path)] = array
         name = SINGLE if len(groups) == 1 else name
-        files.write(folder / name, arrays, {"format": "pt"})
+        save_paged(arrays, folder / name, {"format": "pt"})
         places |= dict.fromkeys(arrays, name)
     files.write_json(
         folder / "config.json",

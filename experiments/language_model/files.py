@@ -2,39 +2,13 @@
 
 import contextlib
 import json
-import os
 import pathlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-def write(
-    path: pathlib.Path,
-    arrays: Mapping[str, np.ndarray],
-    metadata: dict[str, str] | None = None,
-) -> None:
-    """Write arrays in place of an older file, which stays until the new one is safe."""
-    new = path.with_name(f"{path.name}.new")
-    whole = {name: np.asarray(x, order="C") for name, x in arrays.items()}
-    save_file(whole, new, metadata)
-    synchronise(new)
-    os.replace(new, path)
-    synchronise(path.parent)
-
-
-def synchronise(path: pathlib.Path) -> None:
-    """Wait until a file, or the names in a folder, are on storage."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -53,6 +27,23 @@ def opened(path: pathlib.Path) -> Iterator[Any]:
         ) from error
     with file:
         yield file
+
+
+def check_settings(path: pathlib.Path, now: Mapping[str, Any], remedy: str) -> None:
+    """Raise ValueError unless the flags in the file's metadata are those of `now`.
+
+    Raises as `opened` too.
+    """
+    with opened(path) as file:
+        before = json.loads((file.metadata() or {}).get("settings", "{}"))
+    different = [
+        f"--{name}={before.get(name)}" for name in now if before.get(name) != now[name]
+    ]
+    if different:
+        raise ValueError(
+            f"{path} is of {' '.join(different)}. It can be used only with the same "
+            f"flags. {remedy}"
+        )
 
 
 def read_json(path: pathlib.Path) -> dict[str, Any]:

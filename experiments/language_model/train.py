@@ -17,7 +17,7 @@ from tqdm import tqdm
 from experiments.language_model import files, text
 from experiments.language_model.models import Model, variables
 from experiments.program import appending, read_rows, write_rows
-from poet_jax import PagedArray, init_paged
+from poet_jax import PagedArray, init_paged, load_paged, save_paged
 from poet_jax.stores import Store
 from poet_jax.update import Update, bias_only, lora
 from poet_jax.update.part import EVERYTHING
@@ -88,40 +88,28 @@ def _changing(step: Any) -> dict[str, nnx.Variable]:
 
 def save_state(path: pathlib.Path, step: Any, settings: Mapping[str, Any]) -> None:
     """Write what the step has changed so far; a kill leaves the older file or this."""
-    arrays = {name: np.asarray(x.get_value()) for name, x in _changing(step).items()}
-    files.write(path, arrays, {"settings": json.dumps(dict(settings))})
+    arrays = {name: x.get_value() for name, x in _changing(step).items()}
+    save_paged(arrays, path, {"settings": json.dumps(dict(settings))})
 
 
 def load_state(path: pathlib.Path, step: Any, settings: Mapping[str, Any]) -> int:
     """Put what was saved into the step; the number of steps that were done by then.
 
-    Raises ValueError for a damaged file, other settings and another model.
+    State on storage is read where the step needs it. Raises ValueError for a damaged
+    file, other settings and another model.
     """
-    changing = _changing(step)
-    with files.opened(path) as file:
-        _check_settings(path, json.loads(file.metadata()["settings"]), settings)
-        expected = {name: variable.shape for name, variable in changing.items()}
-        remedy = "Use another --folder to start anew."
-        files.check(files.shapes(file), expected, path, remedy)
-        for name, variable in changing.items():
-            array, old = jnp.array(file.get_tensor(name)), variable.get_value()
-            if isinstance(old, PagedArray):
-                array = PagedArray.of(array, old.store, name)
-            variable.set_value(array)
+    remedy = "Use another --folder to start anew."
+    files.check_settings(path, settings, remedy)
+    changing, saved = _changing(step), load_paged(path)
+    found, expected = (
+        {name: tuple(x.shape) for name, x in arrays.items()}
+        for arrays in (saved, changing)
+    )
+    files.check(found, expected, path, remedy)
+    for name, variable in changing.items():
+        stays = isinstance(variable.get_value(), PagedArray)
+        variable.set_value(saved[name] if stays else jnp.asarray(saved[name]))
     return int(step.optimizer.step[...])
-
-
-def _check_settings(
-    path: pathlib.Path, before: Mapping[str, Any], now: Mapping[str, Any]
-) -> None:
-    different = [
-        f"--{name}={before.get(name)}" for name in now if before.get(name) != now[name]
-    ]
-    if different:
-        raise ValueError(
-            f"The run in {path.parent} began with {' '.join(different)}. It resumes "
-            "only with the same flags. Use these, or another --folder to start anew."
-        )
 
 
 def fine_tune(

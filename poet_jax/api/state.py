@@ -1,10 +1,12 @@
-"""Create state on storage, without ever holding all of it in RAM."""
+"""State on storage, made, saved and loaded without ever holding all of it in RAM."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from poet_jax.core.plan import Stages
 from poet_jax.core.program import lower_actions
@@ -15,6 +17,7 @@ from poet_jax.passes.grouping import group
 from poet_jax.passes.reordering import reorder
 from poet_jax.stores.paged import SMALL_BYTES, PagedArray, at_home, land
 from poet_jax.stores.store import Store
+from poet_jax.stores.weights import Described, WeightsFile, write
 
 
 def init_paged(
@@ -50,3 +53,48 @@ def to_storage(state: Any, store: Store, min_bytes: int = SMALL_BYTES) -> Any:
         return PagedArray.of(leaf, store, jax.tree_util.keystr(path))
 
     return jax.tree_util.tree_map_with_path(move, state)
+
+
+def save_paged(
+    arrays: Mapping[str, Any],
+    path: str | os.PathLike,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write arrays, by name, to a file in the format of safetensors.
+
+    They may be `PagedArray`s; one at a time is in RAM. A file that is there is replaced
+    once all of the new one is on storage. `metadata` goes into its header. Raises
+    ValueError for a dtype that the format has not, such as that of typed PRNG keys, and
+    OSError.
+    """
+    write(path, arrays, metadata or {})
+
+
+def load_paged(
+    path: str | os.PathLike, min_bytes: int = SMALL_BYTES
+) -> dict[str, PagedArray | jax.Array]:
+    """The arrays of a file in the format of safetensors, by name, read when needed.
+
+    Those of at least `min_bytes` are `PagedArray`s whose bytes stay in the file; the
+    others are read now. The file is never written: a step that returns new arrays for
+    them has those in its own store. What is paged in is verified by length alone. A
+    file that changes later is refused at the next step.
+
+    Raises FileNotFoundError without the file, ValueError for a damaged one and for a
+    large array of 64 bits without jax_enable_x64, and PageStoreError if it cannot be
+    opened.
+    """
+    file = WeightsFile(path)
+
+    def load(name: str, array: Described) -> PagedArray | jax.Array:
+        paged = PagedArray(file, array.shape, array.dtype, name, offset=array.offset)
+        if array.nbytes < min_bytes:
+            return jnp.asarray(np.asarray(paged))
+        if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:
+            raise ValueError(
+                f"{name!r} in {file.place} is {array.dtype}, which JAX has only with "
+                "jax_enable_x64. Enable that, or convert the file to 32 bits."
+            )
+        return paged
+
+    return {name: load(name, array) for name, array in file.arrays.items()}

@@ -252,13 +252,13 @@ def _moves(store: Store, data: np.ndarray) -> tuple[Callable[[], Any], ...]:
         )
     offset = store.allocate(data.nbytes, "probe")
     store.free(offset)  # for the next probe
-    file, checksum = (store.descriptor(), int(store.is_direct)), 0
+    place = store.page_at(offset)
 
     def out() -> None:
-        nonlocal checksum
-        checksum = library.write(*file, data, offset, "probe")
+        nonlocal place
+        place = store.page_at(offset, library.write(place, data, "probe"))
 
-    return out, lambda: library.read(*file, data, offset, checksum, "probe")
+    return out, lambda: library.read(place, data, "probe")
 
 
 @contextlib.contextmanager

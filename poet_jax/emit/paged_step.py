@@ -158,10 +158,7 @@ class PagedStep:
                 place = graph.landing[value]
                 rows += landed[place.leaf].places(place.block, name)
             else:
-                sector = ((room or 0) + self._offsets[value]) // SECTOR_BYTES
-                rows.append(
-                    (self._store.descriptor(), sector, int(self._store.is_direct), 0)
-                )
+                rows.append(self._store.page_at((room or 0) + self._offsets[value]))
         return np.array(rows, np.uint32)
 
     def _records(

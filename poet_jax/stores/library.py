@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from poet_jax.core.errors import PageStoreError
+from poet_jax.stores.store import SECTOR_BYTES, SKEW_BITS, PagePlace
 
 _SOURCE = pathlib.Path(__file__).with_name("pages.cc")
 _OPTIONS = ("-O2", "-std=c++17", "-shared", "-fPIC", "-pthread")
@@ -162,9 +163,8 @@ def page_out(
     Args:
       x: stays in memory until it is written.
       after: only orders the call; stays in memory as long as `x`.
-      places: uint32 [P, 4], the same for all pages of a program: (descriptor, offset in
-        sectors of 4096 bytes, flags, checksum). Bit 0 of the flags says that the
-        descriptor is open with O_DIRECT. The checksum is not read here.
+      places: uint32 [P, 4], the same for all pages of a program, each row as
+        `Store.page_at` makes it. The checksum is not read here.
       row: of `places` for the first block; the other blocks take the rows after it.
       name: of `x` in error messages.
       blocks: [B] bytes of the parts of `x` with places of their own; None for one.
@@ -201,7 +201,8 @@ def page_in(
       places, row, name, blocks: as for `page_out`.
 
     Returns:
-      (the array, uint32 [B, 6] as from `page_out`). A wrong checksum fails the program.
+      (the array, uint32 [B, 6] as from `page_out`). A checksum that is known and
+      differs fails the program.
     """
     array = jax.ShapeDtypeStruct(*kind)
     nbytes = math.prod(array.shape) * array.dtype.itemsize
@@ -216,7 +217,7 @@ def page_in(
 
 def load_page(
     kind: tuple[Sequence[int], Any],
-    places: Sequence[tuple[int, int, int, int]],
+    places: Sequence[PagePlace],
     name: str,
     blocks: Sequence[int] | None = None,
 ) -> jax.Array:
@@ -286,40 +287,26 @@ def page_error(error: BaseException) -> PageStoreError | None:
     return PageStoreError(found[1]) if found else None
 
 
-def write(descriptor: int, flags: int, data: np.ndarray, offset: int, name: str) -> int:
+def write(place: PagePlace, data: np.ndarray, name: str) -> int:
     """Write `data`, contiguous uint8 [nbytes], on this thread; returns its checksum.
 
-    `flags` are as in the `places` of `page_out`; `offset` is in bytes. Raises
-    PageStoreError, naming `name`.
+    Raises PageStoreError, naming `name`.
     """
-    return _transfer(True, descriptor, flags, data, offset, 0, name)
+    return _transfer(True, place, data, name)
 
 
-def read(
-    descriptor: int,
-    flags: int,
-    into: np.ndarray,
-    offset: int,
-    checksum: int,
-    name: str,
-) -> None:
-    """Fill `into`, contiguous uint8 [nbytes], on this thread, and verify `checksum`.
+def read(place: PagePlace, into: np.ndarray, name: str) -> None:
+    """Fill `into`, contiguous uint8 [nbytes], on this thread, and verify the checksum.
 
     Raises PageStoreError, naming `name`, if the transfer or the check fails.
     """
-    _transfer(False, descriptor, flags, into, offset, checksum, name)
+    _transfer(False, place, into, name)
 
 
-def _transfer(
-    out: bool,
-    descriptor: int,
-    flags: int,
-    data: np.ndarray,
-    offset: int,
-    checksum: int,
-    name: str,
-) -> int:
+def _transfer(out: bool, place: PagePlace, data: np.ndarray, name: str) -> int:
     assert data.flags.c_contiguous and data.dtype == np.uint8
+    descriptor, sector, flags, checksum = place
+    offset = sector * SECTOR_BYTES + (flags >> SKEW_BITS)
     result = ctypes.c_uint32(checksum)
     message = ctypes.create_string_buffer(_MESSAGE_BYTES)
     memory, address = (data.ctypes.data, data.nbytes), ctypes.addressof(result)

@@ -14,7 +14,7 @@ import numpy as np
 import poet_jax.stores.library as library
 from poet_jax.core.errors import PageStoreError
 from poet_jax.core.graph import Graph, Place
-from poet_jax.stores.store import SECTOR_BYTES, Store, whole_sectors
+from poet_jax.stores.store import SECTOR_BYTES, PagePlace, Store, whole_sectors
 
 BLOCK_BYTES = 16 * 2**20  # about the size of the row blocks of a larger array
 SMALL_BYTES = 2**16  # smaller arrays are not worth a transfer
@@ -51,14 +51,24 @@ class PagedArray:
     Attributes:
       shape, dtype: of the array.
       store: its Store.
-      block_bytes: [B] bytes of its row blocks, each at the next sector of the store.
+      block_bytes: [B] bytes of its row blocks, each with a place of its own.
     """
 
     def __init__(
-        self, store: Store, shape: tuple[int, ...], dtype: Any, name: str = "array"
+        self,
+        store: Store,
+        shape: tuple[int, ...],
+        dtype: Any,
+        name: str = "array",
+        *,
+        offset: int | None = None,
     ):
-        """Allocate room without contents; `PagedArray.of` copies an array. Raises
-        PageStoreError, naming `name`, if there is no room."""
+        """Allocate room without contents; `PagedArray.of` copies an array.
+
+        With `offset`, in bytes, the array is what a store that is only read has from
+        there on; no checksum of that is known. Raises PageStoreError, naming `name`, if
+        there is no room.
+        """
         if not isinstance(store, Store):
             raise TypeError(
                 "`store` must be a poet_jax.stores.Store, got "
@@ -66,16 +76,17 @@ class PagedArray:
             )
         self.store, self.shape, self.dtype = store, tuple(shape), np.dtype(dtype)
         self.block_bytes = block_bytes(self.shape, self.dtype)
+        is_new = offset is None
         starts, end = [], 0
         for nbytes in self.block_bytes:
-            starts.append(whole_sectors(end))
+            starts.append(whole_sectors(end) if is_new else end)
             end = starts[-1] + nbytes
         self._generation = store.generation
-        offset = store.allocate(end, name)
-        self._offsets = [offset + start for start in starts]
-        self._checksums = [0] * len(starts)
+        first = store.allocate(end, name) if offset is None else offset
+        self._offsets = [first + start for start in starts]
+        self._checksums = [0 if is_new else None] * len(starts)
         self._copies: dict[int | None, jax.Array] = {}
-        self._release = weakref.finalize(self, _free, store, offset, self._generation)
+        self._release = weakref.finalize(self, _free, store, first, self._generation)
         self._release.atexit = False
 
     @classmethod
@@ -113,14 +124,11 @@ class PagedArray:
         self._release()
         self._copies.clear()
 
-    def places(
-        self, block: int | None = None, name: str = "array"
-    ) -> list[tuple[int, int, int, int]]:
-        """(descriptor, sector, flags, checksum) of one row block, or of all.
+    def places(self, block: int | None = None, name: str = "array") -> list[PagePlace]:
+        """The rows of one row block, or of all, for `library.page_in` and `page_out`.
 
-        These are the rows that `library.page_in` and `page_out` take. Raises
-        RuntimeError for a deleted array and PageStoreError for a closed store, naming
-        `name`.
+        Raises RuntimeError for a deleted array and PageStoreError for a closed store,
+        naming `name`.
         """
         if self.is_deleted():
             raise RuntimeError(
@@ -132,9 +140,8 @@ class PagedArray:
                 f"{name!r} cannot be paged in: its store was closed, and forgets "
                 "everything then. Keep the store open while its PagedArrays are in use."
             )
-        descriptor, flags = self.store.descriptor(), int(self.store.is_direct)
         return [
-            (descriptor, self._offsets[k] // SECTOR_BYTES, flags, self._checksums[k])
+            self.store.page_at(self._offsets[k], self._checksums[k])
             for k in self._numbers(block)
         ]
 
@@ -146,16 +153,14 @@ class PagedArray:
     def write(self, data: np.ndarray, name: str) -> None:
         """Write all of `data`, uint8 [nbytes]. Raises PageStoreError, naming `name`."""
         written = [
-            library.write(descriptor, flags, part, sector * SECTOR_BYTES, name)
-            for part, (descriptor, sector, flags, _) in self._parts(data, name)
+            library.write(place, part, name) for part, place in self._parts(data, name)
         ]
         self.set_checksums(None, written)
 
     def read(self, into: np.ndarray, name: str) -> None:
         """Fill `into`, uint8 [nbytes]. Raises as `places`, naming `name`."""
-        for part, (descriptor, sector, flags, checksum) in self._parts(into, name):
-            offset = sector * SECTOR_BYTES
-            library.read(descriptor, flags, part, offset, checksum, name)
+        for part, place in self._parts(into, name):
+            library.read(place, part, name)
 
     def keep_copy(self, block: int | None, copy: jax.Array) -> None:
         """Hold a copy of one row block, or of all, until it is taken or dropped."""
@@ -173,7 +178,7 @@ class PagedArray:
 
     def _parts(
         self, data: np.ndarray, name: str
-    ) -> Iterator[tuple[np.ndarray, tuple[int, int, int, int]]]:
+    ) -> Iterator[tuple[np.ndarray, PagePlace]]:
         """(its part of `data`, its place) of each block."""
         start = 0
         for nbytes, place in zip(

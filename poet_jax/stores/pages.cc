@@ -116,10 +116,15 @@ struct Buffers {
   }
 };
 
+// The flags of a place, as `place_of` in library.py has them.
+constexpr uint32_t kDirect = 1, kUnknown = 2;
+constexpr int kSkewBits = 8;  // above them, the bytes from the sector to the page
+
 struct Page {
   bool out;
   int descriptor;
-  bool direct;  // past the system's page cache
+  bool direct;   // past the system's page cache
+  bool checked;  // whether its checksum is known
   char* data;
   int64_t size, offset;
 };
@@ -147,15 +152,16 @@ std::string MoveChunk(const Page& page, char* memory, int64_t size, int64_t offs
 }
 
 // Moves a page; returns the error, empty if none. Checksums one chunk, and copies it if
-// need be, while another is in transfer.
+// need be, while another is in transfer. A page-in may start within a sector.
 std::string Move(const Page& page, Buffers& buffers, uint32_t* checksum) {
   const int64_t count = (page.size + kChunk - 1) / kChunk;
   auto size = [&](int64_t k) { return std::min(kChunk, page.size - k * kChunk); };
   auto data = [&](int64_t k) { return page.data + k * kChunk; };
-  bool at_sectors = reinterpret_cast<uintptr_t>(page.data) % kSector == 0;
+  const int64_t skew = page.direct ? page.offset % kSector : 0;
+  bool at_sectors = !skew && reinterpret_cast<uintptr_t>(page.data) % kSector == 0;
   auto memory = [&](int64_t k) {
     if (!page.direct || (at_sectors && size(k) % kSector == 0)) return data(k);
-    return buffers.Get(k % 2, std::min(kChunk, WholeSectors(page.size)));
+    return buffers.Get(k % 2, WholeSectors(std::min(kChunk, page.size) + skew));
   };
   if (count && (!memory(0) || !memory(count - 1))) return Reason(ENOMEM);
 
@@ -163,7 +169,8 @@ std::string Move(const Page& page, Buffers& buffers, uint32_t* checksum) {
   std::future<std::string> moving[2];
   auto start = [&](int64_t k) {
     auto move = [&, k] {
-      return MoveChunk(page, memory(k), size(k), page.offset + k * kChunk);
+      return MoveChunk(page, memory(k), skew + size(k),
+                       page.offset - skew + k * kChunk);
     };
     try {
       // A single chunk has nothing to overlap with.
@@ -190,7 +197,7 @@ std::string Move(const Page& page, Buffers& buffers, uint32_t* checksum) {
     for (int64_t k = 0; k < std::min<int64_t>(2, count); ++k) start(k);
     for (int64_t k = 0; k < count; ++k) {
       if (!(error = wait(k)).empty()) break;
-      sum.Add(memory(k), data(k), size(k));
+      sum.Add(memory(k) + skew, data(k), size(k));
       if (k + 2 < count) start(k + 2);
     }
   }
@@ -213,7 +220,7 @@ std::string Transfer(const Page& page, Buffers& buffers, std::string_view name,
                      uint32_t* checksum) {
   uint32_t expected = *checksum;
   std::string error = Move(page, buffers, checksum);
-  if (error.empty() && !page.out && *checksum != expected)
+  if (error.empty() && page.checked && *checksum != expected)
     error = "the bytes are not those that were written";
   if (error.empty()) return "";
   std::string text = "'" + std::string(name) + "' (" + std::to_string(page.size) +
@@ -337,8 +344,9 @@ ffi::Future Start(bool out, void* data, int64_t size, Table places,
   char* start = static_cast<char*>(data);
   for (int64_t k = 0; k < count; ++k) {
     const uint32_t* place = places.typed_data() + (row + k) * kPlace;
-    Page page{out, static_cast<int>(place[0]), bool(place[2] & 1), start, blocks[k],
-              place[1] * kSector};
+    bool checked = !out && !(place[2] & kUnknown);
+    Page page{out, static_cast<int>(place[0]), bool(place[2] & kDirect), checked, start,
+              blocks[k], place[1] * kSector + (place[2] >> kSkewBits)};
     const uint32_t* record = written.typed_data() + k * kRecord;
     pages.emplace_back(page, has_records ? *record : place[3]);
     start += blocks[k];
@@ -402,8 +410,9 @@ extern "C" int poet_jax_transfer(int out, int descriptor, int flags, const char*
                                  void* data, int64_t size, int64_t offset,
                                  uint32_t* checksum, char* message, int64_t capacity) {
   Buffers buffers;
-  Page page{bool(out), descriptor, bool(flags & 1), static_cast<char*>(data), size,
-            offset};
+  bool checked = !out && !(flags & kUnknown);
+  Page page{bool(out), descriptor, bool(flags & kDirect), checked,
+            static_cast<char*>(data), size, offset};
   std::string error = Transfer(page, buffers, name, checksum);
   std::snprintf(message, capacity, "%s", error.c_str());
   return !error.empty();

@@ -17,7 +17,12 @@ from poet_jax.core.errors import PageStoreError
 
 logger = logging.getLogger("poet_jax")
 
-SECTOR_BYTES = 4096  # every page starts at a multiple of this
+SECTOR_BYTES = 4096  # every page that is written starts at a multiple of this
+
+# (descriptor, sector, flags, checksum), as `Store.page_at` makes it and pages.cc reads.
+PagePlace = tuple[int, int, int, int]
+DIRECT, UNKNOWN = 1, 2  # flags: past the page cache; of a checksum that is not known
+SKEW_BITS = 8  # of the flags below the page's offset in its sector
 _IS_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -74,6 +79,17 @@ class Store(abc.ABC):
                     f"{self.place} cannot be opened for pages: {error.strerror}. Make "
                     "it writable, or use FileStore(another_folder)."
                 ) from error
+
+    def page_at(self, offset: int, checksum: int | None = 0) -> PagePlace:
+        """What `library` moves a page by that starts at `offset`, in bytes.
+
+        Only a page that is never written may start within a sector, or have None as a
+        checksum that is not known. Raises PageStoreError if the file cannot be opened.
+        """
+        descriptor = self.descriptor()
+        sector, skew = divmod(offset, SECTOR_BYTES)
+        flags = DIRECT * self.is_direct | UNKNOWN * (checksum is None)
+        return descriptor, sector, flags | skew << SKEW_BITS, checksum or 0
 
     def allocate(self, nbytes: int, name: str) -> int:
         """Allocate `nbytes`, on disk where the system can; returns their offset, a
@@ -237,7 +253,7 @@ class FileStore(Store):
 
     def open(self) -> IO[bytes]:
         file = tempfile.TemporaryFile(dir=self.folder, buffering=0)
-        self.is_direct = _make_direct(file.fileno())
+        self.is_direct = make_direct(file.fileno())
         return file
 
 
@@ -285,7 +301,7 @@ def _is_in_ram(folder: str) -> bool:
     return kind in ("tmpfs", "ramfs")
 
 
-def _make_direct(descriptor: int) -> bool:
+def make_direct(descriptor: int) -> bool:
     """Bypass the page cache from now on; False if the system cannot."""
     try:
         import fcntl

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pages import DAMAGES, FAILURE, MIB, X, busy, file_of, page, reopened, where
+from pages import DAMAGES, FAILURE, MIB, X, busy, page, reopened, room_in, where
 from processes import python
 
 import poet_jax
@@ -69,21 +69,21 @@ def test_a_full_disk_is_reported_by_name_and_leaves_the_file_as_it_was(tmp_path)
 def test_damaged_bytes_are_refused_by_name(store, damage):
     data = page(10_000)
     data[9_999] = 0
-    file, flags, offset = file_of(store, data.nbytes)
-    checksum = library.write(file, flags, data, offset, "layer1/kernel")
+    offset, place = room_in(store, data.nbytes)
+    checksum = library.write(place, data, "layer1/kernel")
     with reopened(store) as other:
         DAMAGES[damage](other)
     into = np.empty(10_000, np.uint8)
     reason = "the file ends" if damage in ("cut", "empty") else "not those that were"
     with pytest.raises(poet_jax.PageStoreError, match=f"'layer1/kernel'.*{reason}"):
-        library.read(file, flags, into, offset, checksum, "layer1/kernel")
+        library.read(store.page_at(offset, checksum), into, "layer1/kernel")
 
 
 def test_a_descriptor_that_is_closed_is_reported_by_name():
     number = os.memfd_create("gone")
     os.close(number)
     with pytest.raises(poet_jax.PageStoreError, match="'w'.*Bad file.*Keep a store"):
-        library.write(number, 0, page(10), 0, "w")
+        library.write((number, 0, 0, 0), page(10), "w")
 
 
 @pytest.mark.parametrize("damage", DAMAGES)

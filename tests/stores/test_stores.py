@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from pages import FAILURE, MIB, X, busy, file_of, page, where
+from pages import FAILURE, MIB, X, busy, page, room_in, where
 from strategies import examples
 
 import poet_jax
@@ -170,9 +170,9 @@ def test_bytes_may_be_anywhere_in_memory(make, nbytes, offsets):
     data, into = (at(offset, nbytes) for offset in offsets)
     data[:] = expected = page(nbytes)
     store = make()
-    file, flags, offset = file_of(store, nbytes)
-    checksum = library.write(file, flags, data, offset, "a")
-    library.read(file, flags, into, offset, checksum, "a")
+    offset, place = room_in(store, nbytes)
+    checksum = library.write(place, data, "a")
+    library.read(store.page_at(offset, checksum), into, "a")
     np.testing.assert_array_equal(into, expected)
     np.testing.assert_array_equal(data, expected)
 
@@ -186,9 +186,9 @@ def test_bytes_may_be_anywhere_in_memory(make, nbytes, offsets):
 )
 def test_any_change_changes_the_checksum(nbytes, places, change, seed):
     store = poet_jax.HostStore()
-    file, flags, offset = file_of(store, nbytes)
+    _, place = room_in(store, nbytes)
     data = page(nbytes, seed) if seed else np.zeros(nbytes, np.uint8)
-    before = library.write(file, flags, data, offset, "a")
+    before = library.write(place, data, "a")
     changed = data.copy()
     size = {"words": 8, "sectors": 4096}.get(change, 1)
     a, b = (size * (place % (nbytes // size)) for place in places)
@@ -201,7 +201,7 @@ def test_any_change_changes_the_checksum(nbytes, places, change, seed):
             changed[a:][:size], changed[b:][:size] = data[b:][:size], data[a:][:size]
         case "length":
             changed = np.append(changed, np.uint8(0))
-    after = library.write(file, flags, changed, offset, "a")
+    after = library.write(place, changed, "a")
     assert (before == after) == np.array_equal(data, changed)
 
 
@@ -281,8 +281,8 @@ def test_blocks_of_an_array_have_places_and_checksums_of_their_own(store):
     np.testing.assert_array_equal(again[:, 0], record[:, 0])
 
     doubled = np.asarray(X[rows] * 2).reshape(-1).view(np.uint8)
-    ((file, sector, flags, _),) = array.places(2)
-    checksum = library.write(file, flags, doubled, sector * 4096, "x")
+    (place,) = array.places(2)
+    checksum = library.write(place, doubled, "x")
     array.set_checksums(2, [checksum])
     np.testing.assert_array_equal(np.asarray(array), X.at[rows].multiply(2))
 
