@@ -29,6 +29,7 @@ OPTIMIZERS = {"adamw": optax.adamw, "adafactor": optax.adafactor}
 # Matrices of the numbered layers; the head has none of these.
 ADAPTED = "*/*/**/kernel"
 COLUMNS = ("step", "loss", "seconds")
+STATE = "state.safetensors"  # in the folder of a run
 
 
 def update_of(name: str, rank: int, model: Model) -> Update | None:
@@ -124,7 +125,7 @@ def fine_tune(
     `rows` are [N, length + 1]. The settings are all that losses depend on, among them
     batch_size and seed. Returns the lines of losses.csv, of all steps so far.
     """
-    state, losses = folder / "state.safetensors", folder / "losses.csv"
+    state, losses = folder / STATE, folder / "losses.csv"
     start = load_state(state, step, settings) if state.exists() else 0
     done = [row for row in read_rows(losses) if int(row["step"]) < start]
     write_rows(losses, COLUMNS, done)
