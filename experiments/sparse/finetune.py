@@ -43,6 +43,8 @@ from poet_jax.update import Update, bias_only, full, last_blocks
 
 HEAD = {"head/**": 1.0}  # the classifier is new, so every scheme trains it
 LATE = "blocks/[2-5]"
+BLOCKS = "blocks/**/kernel"
+ADAPTED = {BLOCKS: 8}
 # Each with its learning rate: the fewer parameters, the larger.
 SCHEMES: dict[str, tuple[Update, float]] = {
     "full": (full(), 3e-4),
@@ -50,7 +52,9 @@ SCHEMES: dict[str, tuple[Update, float]] = {
     "last_blocks_1": (last_blocks(1), 1e-3),
     "last_blocks_2": (last_blocks(2), 1e-3),
     "last_blocks_4": (last_blocks(4), 3e-4),
-    "lora_8": (Update(HEAD, ranks={"blocks/**/kernel": 8}), 2e-3),
+    "lora_8": (Update(HEAD, ranks=ADAPTED), 2e-3),
+    "lora_8_int8": (Update(HEAD, ranks=ADAPTED, quantize={BLOCKS: "int8"}), 2e-3),
+    "lora_8_int4": (Update(HEAD, ranks=ADAPTED, quantize={BLOCKS: "int4"}), 2e-3),
     # After PockEngine's choice for transformers: biases, attention and the first layer
     # of each feed-forward network, in later blocks; here with half of its channels.
     "pockengine": (

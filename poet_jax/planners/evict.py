@@ -82,6 +82,9 @@ def improving(
     for state in evictions(costs, keep_all, objective, remat, paging):
         judged, within = state, state.usage.peak_bytes <= budget.memory_bytes
         if within and state is not keep_all:
+            if unhurried(costs, state, objective) >= best_value:
+                yield None  # however early its page-ins are issued
+                continue
             judged = prefetch(costs, state, budget)
         value, peak_bytes = objective_of(judged.usage, objective), math.inf
         if fits(judged.usage, budget):
@@ -94,6 +97,15 @@ def improving(
         only_adds = objective == "energy" and not costs.static_watts
         if value < math.inf and (only_adds or state is keep_all):
             return
+
+
+def unhurried(costs: Costs, judged: Judged, objective: str) -> float:
+    """The objective of a plan if it never waited for storage."""
+    usage = judged.usage
+    if objective == "time":
+        return usage.compute_seconds
+    waits = usage.seconds - usage.compute_seconds
+    return usage.joules - costs.static_watts * waits
 
 
 def evictions(

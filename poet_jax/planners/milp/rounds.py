@@ -14,6 +14,9 @@ from poet_jax.planners.milp.lift import crests, solve
 from poet_jax.planners.milp.state import State
 from poet_jax.planners.planner import ROUNDING, Judged, prefetch
 
+# Beyond so many nodes evicting takes longer than a round.
+MANY_NODES = 300
+
 # A program with more binaries gets a horizon of so many nodes, and grows little more.
 LARGE, GROWN = 6000, 8000
 HORIZON = 40
@@ -41,14 +44,21 @@ GOOD = 1.02
 class Rounds:
     """A source: `Cuts` with more and more cuts.
 
-    They end when a plan fits, or when more cuts do not help. A round has one processor,
-    so `bounds` are looked for beside it.
+    They end when a plan fits, or when more cuts do not help. Where two lanes make the
+    time of a large graph, the first rounds do without paging, which is far quicker to
+    solve, until a plan fits or none is found. A round has one processor, so `bounds`
+    are looked for beside it.
     """
 
     share = 1 / 2
 
     def __init__(self, state: State, bounds: Bounds | None = None):
         self.state, self.budget, self.bounds = state, state.budget, bounds
+        self.graph = state.graph
+        planner, is_large = state.planner, len(state.graph.nodes) > MANY_NODES
+        if self.budget and is_large and planner.remat and planner.objective == "time":
+            unpaged = dataclasses.replace(planner, paging=False)
+            self.graph = unpaged.restrict(state.graph)
         most = crests(state.graph, state.baseline)
         state.cuts.add(most.index(max(most)))
         self.asked = self.budget  # with an earlier deadline once plans wait for storage
@@ -84,7 +94,7 @@ class Rounds:
     def program(self) -> Cuts:
         """Of all cuts, with a horizon if it is large otherwise."""
         state = self.state
-        parts = state.graph, state.costs, self.asked, state.planner, state.cuts
+        parts = self.graph, state.costs, self.asked, state.planner, state.cuts
         program = Cuts(
             *parts,
             horizon=self.horizon,
@@ -107,7 +117,7 @@ class Rounds:
         """The bound of the last program, 0 if it is none for all plans."""
         reserving = self.reserve_bytes or self.reserves
         narrowed = reserving or self.horizon or self.asked is not self.budget
-        return 0.0 if narrowed else bound
+        return 0.0 if narrowed or self.is_unpaged else bound
 
     def adapt(self, judged: Judged | None, bound: float, stopped: bool) -> bool:
         """Ask for what the plan of a solution lacked; False if nothing would help.
@@ -117,6 +127,8 @@ class Rounds:
           stopped: whether the solver ran out of the round's time.
         """
         if judged is None:
+            if self.is_unpaged:
+                return self.page()
             self.seconds *= 3 if stopped else 1
             return self.reserve_less() or stopped
         limit = round(bound) if self.budget is None else self.budget.memory_bytes
@@ -127,6 +139,8 @@ class Rounds:
             return True
         if self.budget is None:
             return False
+        if self.is_unpaged and over <= 0:
+            return self.page()
         coarse, self.gap = self.gap, self.state.planner.gap / 2
         if coarse > self.gap and not stopped:
             return True
@@ -140,6 +154,18 @@ class Rounds:
         else:
             self.fitting_bytes = self.reserve_bytes
         return self.narrow(stopped)
+
+    @property
+    def is_unpaged(self) -> bool:
+        """Whether the programs do without paging."""
+        return self.graph is not self.state.graph
+
+    def page(self) -> bool:
+        """Page from now on, with nothing left free."""
+        self.graph = self.state.graph
+        self.reserve_bytes, self.tries = 0, RESERVING_ROUNDS
+        self.reserves.clear()
+        return True
 
     def cut(self, judged: Judged, limit: int) -> bool:
         """Cut where a plan exceeds the limit most; False if that is no news."""

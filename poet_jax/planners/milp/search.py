@@ -19,7 +19,7 @@ from poet_jax.planners.evict import improving
 from poet_jax.planners.milp.bounds import Bounds
 from poet_jax.planners.milp.exact import Exact
 from poet_jax.planners.milp.neighbourhoods import Neighbourhoods
-from poet_jax.planners.milp.rounds import Rounds
+from poet_jax.planners.milp.rounds import MANY_NODES, Rounds
 from poet_jax.planners.milp.solver import check_solver
 from poet_jax.planners.milp.state import Source, State
 from poet_jax.planners.planner import (
@@ -35,9 +35,6 @@ logger = logging.getLogger("poet_jax")
 
 # Up to this many nodes `Exact` is solved; beyond, `Rounds`.
 EXACT_NODES = 32
-
-# Beyond so many nodes evicting takes longer than `Rounds`.
-MANY_NODES = 300
 
 
 @dataclasses.dataclass(frozen=True)
