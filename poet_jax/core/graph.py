@@ -115,6 +115,14 @@ class Node:
         repeatable = all(equation.repeatable for equation in equations)
         return cls(name, tuple(reads), tuple(writes), equations, backward, repeatable)
 
+    def renamed(self, names: Mapping[Any, Any]) -> "Node":
+        """The node with `names` instead of what it reads and writes that they hold."""
+        if names.keys().isdisjoint((*self.reads, *self.writes)):
+            return self
+        equations = [e.renamed(names) for e in self.equations]
+        writes = [names.get(v, v) for v in self.writes]
+        return Node.of(self.name, equations, writes, self.backward)
+
     @property
     def needs_data(self) -> bool:
         """Whether it is not to run on made-up data: a `while` may never end with that,

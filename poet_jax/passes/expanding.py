@@ -35,7 +35,7 @@ def expand_at_use(graph: Graph) -> Graph:
                 values.append(values[value])
                 nodes.append(_copy(graph.nodes[maker], names[value], node.backward))
                 is_changed = True
-        nodes.append(_reading(node, names) if names else node)
+        nodes.append(node.renamed(names))
     if not is_changed:
         return graph
     return with_nodes(dataclasses.replace(graph, values=tuple(values)), nodes)
@@ -63,10 +63,4 @@ def _copy(node: Node, written: int, backward: bool) -> Node:
         x: Inner() for equation in node.equations for x in equation.results
     }
     names[node.writes[0]] = written
-    equations = [equation.renamed(names) for equation in node.equations]
-    return Node.of(node.name, equations, (written,), backward)
-
-
-def _reading(node: Node, names: dict[Name, int]) -> Node:
-    equations = [equation.renamed(names) for equation in node.equations]
-    return Node.of(node.name, equations, node.writes, node.backward)
+    return dataclasses.replace(node.renamed(names), backward=backward)

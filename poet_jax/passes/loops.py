@@ -23,7 +23,7 @@ from poet_jax.core.stack import Cut, Stack
 from poet_jax.core.trace import trace_part, without_dead_code
 from poet_jax.passes.grouping import TINY_BYTES
 from poet_jax.passes.rewriter import require_single_equations
-from poet_jax.passes.splicing import REDUCTIONS, Splicer
+from poet_jax.passes.splicing import REDUCTIONS, Cutter
 from poet_jax.passes.streaming import ELEMENTWISE
 
 # Loops with more equations in all iterations, or more than twice as many iterations as
@@ -200,14 +200,11 @@ def _square_root(loops: Sequence[_Loop]) -> int:
     return max(2, round(math.sqrt(rows / max(1, carry))))
 
 
-class _Unroller(Splicer):
+class _Unroller(Cutter):
     def __init__(self, graph: Graph, cuts: dict[int, Cut], loops: set[int]):
         super().__init__(graph)
         self.cuts = cuts
         self.loops = loops  # pieces that are loops, by the identity of parameters
-        self.instead: dict[Any, Any] = {}  # values by what they are now
-        self.split: dict[Any, list[Any]] = {}  # values that are made in pieces
-        self.postponed: dict[Any, Node] = {}  # makers of values not needed so far
         self.slices: dict[int, dict[int, int]] = {}  # pieces of what is whole
         self.needed: set[int] = set()  # of what is whole, that which is read so
         self.may_be_pieces = {
@@ -288,9 +285,7 @@ class _Unroller(Splicer):
                 (made,) = self.add(
                     name, False, functools.partial(cut.piece, number=number), [value]
                 )
-                last = self.nodes.pop()
-                equations = [e.renamed({made: piece}) for e in last.equations]
-                self.nodes.append(Node.of(last.name, equations, [piece]))
+                self.nodes.append(self.nodes.pop().renamed({made: piece}))
         slices, self.nodes = self.nodes, before
         return slices
 
@@ -320,28 +315,13 @@ class _Unroller(Splicer):
         is_elementwise = equation.primitive.name in ELEMENTWISE
         return is_elementwise and all(x in ((), shape) for x in operands)
 
-    def emit(self, node: Node) -> None:
-        names = {v: self.whole(v) for v in node.reads}
-        equations = [e.renamed(names) for e in node.equations]
-        self.nodes.append(Node.of(node.name, equations, node.writes, node.backward))
+    def joined(self, value: Any, pieces: Sequence[jax.Array]) -> jax.Array:
+        return self.cuts[self.values[value].shape[0]].join(pieces)
 
     def whole(self, value: Any) -> Any:
-        """What a value is now, which is made if it is not there as a whole."""
-        value = self.instead.get(value, value)
-        if value in self.postponed:
-            self.emit(self.postponed.pop(value))
-        elif value in self.split:
-            cut = self.cuts[self.values[value].shape[0]]
-            (self.instead[value],) = self.add(
-                self.values[value].name,
-                False,
-                lambda *pieces: cut.join(pieces),
-                self.split[value],
-            )
-            return self.instead[value]
-        else:
-            self.needed.add(value)
-        return value
+        now = super().whole(value)
+        self.needed.add(now)
+        return now
 
     def unroll(self, node: Node, loop: _Loop) -> None:
         """A loop as a chain of pieces."""

@@ -19,6 +19,18 @@ def require_single_equations(graph: Graph) -> None:
         )
 
 
+def ends(graph: Graph, now: Callable[[int], int]) -> dict[str, Any]:
+    """What leaves a graph, with `now(value)` for each value, as its attributes."""
+    return {
+        "outputs": tuple(map(now, graph.outputs)),
+        "landing": {now(v): place for v, place in graph.landing.items()},
+        "stacks": {
+            v: dataclasses.replace(stack, values=tuple(map(now, stack.values)))
+            for v, stack in graph.stacks.items()
+        },
+    }
+
+
 class Rewriter:
     """What passes over single equations have in common.
 
@@ -54,13 +66,8 @@ class Rewriter:
                 self.graph,
                 values=tuple(self.values),
                 nodes=tuple(self._renamed(self.nodes[number]) for number in order),
-                outputs=tuple(map(self._now, self.graph.outputs)),
-                stacks={
-                    v: dataclasses.replace(x, values=tuple(map(self._now, x.values)))
-                    for v, x in self.graph.stacks.items()
-                },
-                landing={self._now(v): x for v, x in self.graph.landing.items()},
                 rewritten=True,
+                **ends(self.graph, self._now),
             )
         )
 
@@ -181,8 +188,4 @@ class Rewriter:
 
     def _renamed(self, node: Node) -> Node:
         """The node with what it reads now."""
-        names = {v: self._now(v) for v in node.reads if v in self._instead}
-        if not names:
-            return node
-        equations = [e.renamed(names) for e in node.equations]
-        return Node.of(node.name, equations, node.writes, node.backward)
+        return node.renamed({v: self._now(v) for v in node.reads if v in self._instead})
