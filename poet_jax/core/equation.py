@@ -1,6 +1,7 @@
 """Equations: primitives applied to values, as in a jaxpr."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -88,6 +89,11 @@ class Equation:
         params = self.primitive.get_bind_params(self.params)
         results = self.primitive.bind(*operands, **params)
         return results if self.primitive.multiple_results else (results,)
+
+
+def nbytes_of(array: Any) -> int:
+    """Bytes of an array, or of anything with a shape and a dtype."""
+    return math.prod(array.shape) * array.dtype.itemsize
 
 
 def need_data(equations: Iterable[Equation]) -> bool:

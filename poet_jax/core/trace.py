@@ -18,7 +18,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.ref import Ref
 
-from poet_jax.core.equation import Equation, Literal
+from poet_jax.core.equation import Equation, Literal, nbytes_of
 from poet_jax.core.errors import CannotTrace, ClosesOverTracer
 from poet_jax.core.graph import Graph, Node, Value, with_nodes
 from poet_jax.core.purity import PURE, STRUCTURED
@@ -198,7 +198,7 @@ class _Builder:
         self.values.append(
             Value(
                 name,
-                int(np.prod(aval.shape, dtype=np.int64)) * aval.dtype.itemsize,
+                nbytes_of(aval),
                 tuple(aval.shape),
                 aval.dtype,
                 weak_type,

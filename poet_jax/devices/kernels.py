@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from poet_jax.core.equation import Equation, Literal, Name
+from poet_jax.core.equation import Equation, Literal, Name, nbytes_of
 from poet_jax.core.graph import Node, body
-from poet_jax.passes.cpu.scratch import lowered, nbytes_of, scratch_bytes
+from poet_jax.passes.cpu.scratch import lowered, scratch_bytes
 from poet_jax.passes.grouping import HEAVY
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from poet_jax.core.equation import Equation, Inner, Literal, Name
+from poet_jax.core.equation import Equation, Inner, Literal, Name, nbytes_of
 from poet_jax.core.graph import Graph, Node, Value, with_nodes
 from poet_jax.passes.grouping import HEAVY, TINY_BYTES
 
@@ -109,7 +109,7 @@ class _Recomputer:
 
         def of(values: list[int]) -> tuple[int, _Moved]:
             moved = self.moving(node, values)
-            kept_bytes = sum(_nbytes(kinds[x]) for x in moved.read)
+            kept_bytes = sum(nbytes_of(kinds[x]) for x in moved.read)
             left = (v for v in candidates if v not in values)
             return kept_bytes + sum(self.values[v].nbytes for v in left), moved
 
@@ -137,7 +137,7 @@ class _Recomputer:
         number = len(self.values)
         name = f"{node.name}:{number}"
         weak_type = bool(getattr(kind, "weak_type", False))
-        value = Value(name, _nbytes(kind), kind.shape, kind.dtype, weak_type)
+        value = Value(name, nbytes_of(kind), kind.shape, kind.dtype, weak_type)
         self.values.append(value)
         self.readers.append(set())
         return number
@@ -191,10 +191,6 @@ def _late(graph: Graph) -> set[int]:
             late.add(number)
             made.update(node.writes)
     return late
-
-
-def _nbytes(kind: Any) -> int:
-    return kind.size * kind.dtype.itemsize
 
 
 def _kinds(equations: Iterable[Equation]) -> dict[Any, jax.ShapeDtypeStruct]:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax.core.equation import Equation, Literal, unrolled
+from poet_jax.core.equation import Equation, Literal, nbytes_of, unrolled
 from poet_jax.core.graph import Graph, Node
 from poet_jax.core.stack import Cut, Stack
 from poet_jax.core.trace import trace_part, without_dead_code
@@ -109,12 +109,12 @@ class _Loop:
     @property
     def carry_bytes(self) -> int:
         """Of what one iteration gives the next."""
-        return _nbytes(self.equation.result_shapes[: len(self.final)])
+        return sum(map(nbytes_of, self.equation.result_shapes[: len(self.final)]))
 
     @property
     def row_bytes(self) -> int:
         """Of all rows that are written."""
-        return _nbytes(self.equation.result_shapes[len(self.final) :])
+        return sum(map(nbytes_of, self.equation.result_shapes[len(self.final) :]))
 
     @property
     def nbytes(self) -> int:
@@ -123,7 +123,7 @@ class _Loop:
         made = [x for equation in equations for x in equation.result_shapes]
         first = len(self.consts) + len(self.carry)
         read = self.equation.operand_shapes[first:]
-        return _nbytes([*read, *made]) + self.row_bytes
+        return sum(map(nbytes_of, [*read, *made])) + self.row_bytes
 
     def piece(self, rows: int | None) -> Graph:
         """An iteration, or a loop over `rows` of them: of constants, carry and rows,
@@ -158,10 +158,6 @@ class _Loop:
             jax.ShapeDtypeStruct((rows, *x.shape), x.dtype) for x in avals[second:]
         ]
         return trace_part(loop, *avals)
-
-
-def _nbytes(shapes: Iterable[jax.ShapeDtypeStruct]) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes)
 
 
 def _cuts(
