@@ -108,7 +108,7 @@ def draw_step(
     )
     second, second_name = _unit(usage.seconds, {"s": 1.0, "ms": 1e-3, "us": 1e-6})
     memory, lanes = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-    line = timeline(program, usage.start_seconds, usage.stop_seconds, usage.live_bytes)
+    line = timeline(program, usage)
     workspace = line.live_bytes - sum(line.layers.values())
     memory.stackplot(
         line.seconds / second,

@@ -131,8 +131,8 @@ def table(
     program: Program,
     usage: Usage,
     baseline: Usage,
-    compiled_bytes: int | None = None,
-    compilations: int = 0,
+    compiled_bytes: int | None,
+    compilations: int,
 ) -> str:
     """Keep-all beside the plan, what became of the values, and how good the plan is."""
     rows = [("", "keep-all", "this plan", ""), *comparison(usage, baseline)]

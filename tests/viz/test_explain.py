@@ -133,12 +133,7 @@ def test_ram_over_time_is_what_each_value_takes_for_as_long_as_it_is_there(probl
     """The timeline goes by instructions, the reasons go by values."""
     for schedule in schedules(problem):
         usage = schedule.usage
-        line = timeline(
-            schedule.program,
-            usage.start_seconds,
-            usage.stop_seconds,
-            usage.live_bytes,
-        )
+        line = timeline(schedule.program, usage)
         assert line.live_bytes.max() == usage.peak_bytes
         assert list(line.seconds) == sorted(line.seconds)
         lengths = np.diff(np.append(line.seconds, usage.seconds))
