@@ -11,16 +11,17 @@ from jax import lax
 from poet_jax.core.device import DeviceProfile, Rates
 from poet_jax.core.graph import Graph, Node, Value, body
 from poet_jax.core.trace import trace
-from poet_jax.devices.kernels import Kernel, Work, kernels
+from poet_jax.devices.kernels import Kernel, kernels
 from poet_jax.devices.price import kernel_seconds
 from poet_jax.devices.timing import time_nodes
+from poet_jax.devices.work import Work
 
 
 class Probe(NamedTuple):
     """A program whose time gives one rate.
 
     Attributes:
-      kind: of the rate, as in `kernels.Work`; "launch" gives dispatch_seconds.
+      kind: of the rate, as in `work.Work`; "launch" gives dispatch_seconds.
       fun: the program.
       shapes: of its arguments.
       dtype: of the arguments and of the rate.
