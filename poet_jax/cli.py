@@ -19,7 +19,8 @@ from absl import flags
 
 from poet_jax import devices
 from poet_jax.api.pareto import Front, pareto
-from poet_jax.api.schedule import Schedule, make_schedule
+from poet_jax.api.planning import make_schedule
+from poet_jax.api.schedule import Schedule
 from poet_jax.api.transform import Scheduled, schedule
 from poet_jax.core.costs import Costs
 from poet_jax.core.device import DeviceProfile

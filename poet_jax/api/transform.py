@@ -19,7 +19,8 @@ from poet_jax.api.effects import Effects, effects
 from poet_jax.api.function import JIT_OPTIONS, Function, NotPlanned
 from poet_jax.api.paging import apart, noting, pageable
 from poet_jax.api.pareto import Front, pareto
-from poet_jax.api.schedule import Schedule, Target, make_schedule
+from poet_jax.api.planning import Target, make_schedule
+from poet_jax.api.schedule import Schedule
 from poet_jax.core.costs import Costs
 from poet_jax.core.device import DeviceProfile
 from poet_jax.core.errors import BudgetTooSmall, ClosesOverTracer

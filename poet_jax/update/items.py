@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from poet_jax.api.schedule import Schedule, make_schedule
+from poet_jax.api.planning import make_schedule
+from poet_jax.api.schedule import Schedule
 from poet_jax.api.transform import Scheduled
 from poet_jax.core.costs import Costs
 from poet_jax.core.graph import Graph, with_nodes

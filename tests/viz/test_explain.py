@@ -17,7 +17,7 @@ from strategies import DEVICE, HEURISTICS, budgeted_graphs, examples
 from toy import OPTIONS, W, X, chain, gradient
 
 import poet_jax
-from poet_jax.api.schedule import make_schedule
+from poet_jax.api.planning import make_schedule
 from poet_jax.viz.dot import to_dot
 from poet_jax.viz.perfetto import trace_events
 from poet_jax.viz.timeline import timeline
