@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -70,6 +71,14 @@ class Equation:
     def reads(self) -> list[Name]:
         """Its operands that are values, as often as they are operands."""
         return [x for x in self.operands if not isinstance(x, Literal)]
+
+    @property
+    def operation(self) -> tuple[str, str, str]:
+        """Its primitive, parameters and lowering as text, the same in every process."""
+        params = str(sorted(self.params.items(), key=str))
+        way = self.lowering
+        name = "" if way is None else f"{way.__module__}.{way.__name__}"
+        return self.primitive.name, re.sub(r" at 0x[0-9a-f]+", "", params), name
 
     def renamed(self, names: Mapping[Any, Any]) -> "Equation":
         """The equation with `names` instead of operands and results that they hold."""

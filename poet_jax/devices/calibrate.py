@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from poet_jax.core.device import DeviceProfile, Rates
-from poet_jax.core.graph import Graph, Node, Value, body
+from poet_jax.core.graph import Graph, Node, Value
+from poet_jax.core.rebuilding import body
 from poet_jax.core.trace import trace
 from poet_jax.devices.kernels import Kernel, kernels
 from poet_jax.devices.price import kernel_seconds

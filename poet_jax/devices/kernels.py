@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from poet_jax.core.equation import Equation, Literal, Name, nbytes_of
-from poet_jax.core.graph import Node, body
+from poet_jax.core.graph import Node
+from poet_jax.core.rebuilding import body
 from poet_jax.devices.work import (
     ELEMENTWISE_KINDS,
     Work,

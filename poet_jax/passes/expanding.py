@@ -8,7 +8,8 @@ decoding, but keep-all would hold every decoded kernel at the end of the forward
 import dataclasses
 
 from poet_jax.core.equation import Inner, Name
-from poet_jax.core.graph import Graph, Node, with_nodes
+from poet_jax.core.graph import Graph, Node
+from poet_jax.core.rebuilding import with_nodes
 from poet_jax.passes.grouping import HEAVY, TINY_BYTES
 
 EXPANDED = 2  # times the bytes that are read

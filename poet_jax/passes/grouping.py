@@ -27,7 +27,8 @@ import heapq
 from collections.abc import Iterable
 
 from poet_jax.core.equation import Equation
-from poet_jax.core.graph import Graph, Node, with_nodes
+from poet_jax.core.graph import Graph, Node
+from poet_jax.core.rebuilding import with_nodes
 
 TINY_BYTES = 4096
 

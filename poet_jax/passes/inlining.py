@@ -17,7 +17,8 @@ from typing import Any
 import jax
 
 from poet_jax.core.equation import Equation, Inner, Literal, Name, nbytes_of
-from poet_jax.core.graph import Graph, Node, Value, with_nodes
+from poet_jax.core.graph import Graph, Node, Value
+from poet_jax.core.rebuilding import with_nodes
 from poet_jax.passes.grouping import HEAVY, TINY_BYTES
 
 

@@ -19,8 +19,9 @@ from jax import lax
 
 from poet_jax.core.equation import Equation, Literal, nbytes_of, unrolled
 from poet_jax.core.graph import Graph, Node
+from poet_jax.core.rebuilding import without_dead_code
 from poet_jax.core.stack import Cut, Stack
-from poet_jax.core.trace import trace_part, without_dead_code
+from poet_jax.core.trace import trace_part
 from poet_jax.passes.grouping import TINY_BYTES
 from poet_jax.passes.rewriter import require_single_equations
 from poet_jax.passes.splicing import REDUCTIONS, Cutter

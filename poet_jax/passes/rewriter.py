@@ -6,7 +6,8 @@ from typing import Any
 
 from poet_jax.core.equation import Equation, Literal
 from poet_jax.core.graph import Graph, Node
-from poet_jax.core.trace import trace, without_dead_code
+from poet_jax.core.rebuilding import without_dead_code
+from poet_jax.core.trace import trace
 
 
 def require_single_equations(graph: Graph) -> None:

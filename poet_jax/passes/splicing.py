@@ -10,7 +10,8 @@ from jax import lax
 
 from poet_jax.core.equation import Inner, Literal
 from poet_jax.core.graph import Graph, Node, Value
-from poet_jax.core.trace import trace_part, without_dead_code
+from poet_jax.core.rebuilding import without_dead_code
+from poet_jax.core.trace import trace_part
 from poet_jax.passes.rewriter import ends
 
 # Operations that combine reductions of pieces into the reduction of the whole.

@@ -11,9 +11,9 @@ from poet_jax.api.planning import make_schedule
 from poet_jax.api.schedule import Schedule
 from poet_jax.api.transform import Scheduled
 from poet_jax.core.costs import Costs
-from poet_jax.core.graph import Graph, with_nodes
+from poet_jax.core.graph import Graph
 from poet_jax.core.plan import parse_budget
-from poet_jax.core.trace import without_dead_code
+from poet_jax.core.rebuilding import with_nodes, without_dead_code
 from poet_jax.planners.milp.choice import Choice
 from poet_jax.planners.planner import keep_everything
 from poet_jax.update.part import Part, named
