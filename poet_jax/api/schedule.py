@@ -12,22 +12,24 @@ from poet_jax.core.costs import Costs, costs_from_dict, costs_to_dict
 from poet_jax.core.errors import PlanInvalid
 from poet_jax.core.graph import Graph
 from poet_jax.core.plan import Budget, Plan, plan_from_dict, plan_to_dict, save_json
+from poet_jax.core.planned import Planned
 from poet_jax.core.program import Program, lower, program_from_list, program_to_list
 from poet_jax.core.representation import brief
 from poet_jax.core.simulate import Usage, simulate
 from poet_jax.emit.executor import Run, Step
 from poet_jax.emit.paged_step import PagedStep
 from poet_jax.planners.planner import fits, keep_everything
-from poet_jax.viz import figures, table
+from poet_jax.viz import figures
 from poet_jax.viz.dot import write_dot
 from poet_jax.viz.html import summary, write_report
 from poet_jax.viz.matrices import Matrices, matrices
 from poet_jax.viz.perfetto import write_trace
 from poet_jax.viz.reasons import Reason, reasons
+from poet_jax.viz.table import table
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Schedule:
+class Schedule(Planned):
     """A plan with everything that led to it and follows from it.
 
     Attributes:
@@ -39,13 +41,6 @@ class Schedule:
       compilations: how many it took until that was within the budget.
     """
 
-    graph: Graph
-    costs: Costs
-    budget: Budget
-    plan: Plan
-    program: Program
-    usage: Usage
-    baseline: Usage
     step: Step | PagedStep | None = None
     compilations: int = 0
 
@@ -109,28 +104,11 @@ class Schedule:
         return self.step.exported()
 
     def __str__(self) -> str:
-        return table.table(
-            self.budget,
-            self.plan,
-            self.program,
-            self.usage,
-            self.baseline,
-            self.compiled_bytes,
-            self.compilations,
-        )
+        return table(self, self.compiled_bytes, self.compilations)
 
     def _repr_html_(self) -> str:
         """Summary, figure and the largest values, for a notebook."""
-        return summary(
-            self.costs,
-            self.budget,
-            self.plan,
-            self.program,
-            self.usage,
-            self.baseline,
-            self.compiled_bytes,
-            self.compilations,
-        )
+        return summary(self, self.compiled_bytes, self.compilations)
 
     def plot(self, path: str | os.PathLike) -> None:
         """Write a figure of live bytes over the planned step to `path`.
@@ -139,14 +117,7 @@ class Schedule:
         `pip install "poet_jax[plot]"` brings; raises ImportError without it.
         """
         with figures.drawn(path, figures.STEP_HEIGHT) as figure:
-            figures.draw_step(
-                figure,
-                self.costs,
-                self.budget,
-                self.program,
-                self.usage,
-                self.baseline,
-            )
+            figures.draw_step(figure, self)
 
     def plot_matrices(self, path: str | os.PathLike) -> None:
         """Write a figure of the plan's matrices R, S_RAM and S_storage, as `plot`."""
@@ -178,7 +149,7 @@ class Schedule:
 
         Raises FileNotFoundError for a drawing if Graphviz is not installed.
         """
-        write_dot(path, self.program, self.costs)
+        write_dot(path, self)
 
     def to_perfetto(self, path: str | os.PathLike, run: Run | None = None) -> None:
         """Write a trace of the planned step to `path`, for ui.perfetto.dev.
@@ -186,19 +157,11 @@ class Schedule:
         With `run`, the `last_run` of the function that this schedule is for, the
         measured step is in it, too.
         """
-        write_trace(path, self.program, self.costs, self.usage, run)
+        write_trace(path, self, run)
 
     def to_html(self, path: str | os.PathLike) -> None:
         """Write one page about the schedule to `path`: summary, figure, and values."""
-        write_report(
-            path,
-            self.costs,
-            self.budget,
-            self.plan,
-            self.program,
-            self.usage,
-            self.baseline,
-        )
+        write_report(path, self)
 
     def to_json(self, path: str | os.PathLike) -> None:
         """Write budget, plan, program, costs and compiled bytes to `path`, for

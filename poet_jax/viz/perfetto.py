@@ -9,7 +9,7 @@ import numpy as np
 
 from poet_jax.core.costs import Costs
 from poet_jax.core.plan import Free, PageIn, PageOut
-from poet_jax.core.program import Program
+from poet_jax.core.planned import Planned
 from poet_jax.core.simulate import Usage
 from poet_jax.emit.executor import Run, Span
 from poet_jax.viz.figures import LABELS
@@ -22,9 +22,7 @@ COMPUTE, STORAGE = 1, 2  # threads
 Event = dict[str, Any]
 
 
-def trace_events(
-    program: Program, costs: Costs, usage: Usage, run: Run | None = None
-) -> list[Event]:
+def trace_events(planned: Planned, run: Run | None = None) -> list[Event]:
     """The planned step as process 1 and `run` as process 2, in trace-event format.
 
     The planned one has a slice for every compute and every transfer, on two threads,
@@ -34,9 +32,9 @@ def trace_events(
     """
     events = [
         *_process(PLANNED, "planned"),
-        *_slices(program, costs, usage),
-        *_live(program, usage),
-        *_energy(costs, usage),
+        *_slices(planned),
+        *_live(planned),
+        *_energy(planned.costs, planned.usage),
     ]
     if run is None:
         return events
@@ -53,15 +51,9 @@ def trace_events(
     return events
 
 
-def write_trace(
-    path: str | os.PathLike,
-    program: Program,
-    costs: Costs,
-    usage: Usage,
-    run: Run | None,
-) -> None:
+def write_trace(path: str | os.PathLike, planned: Planned, run: Run | None) -> None:
     """Write `trace_events` to `path`, as JSON."""
-    events = trace_events(program, costs, usage, run)
+    events = trace_events(planned, run)
     with open(path, "w") as file:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
@@ -75,7 +67,8 @@ def _process(pid: int, name: str) -> Iterator[Event]:
         yield about | {"name": f"{kind}_sort_index", "args": order}
 
 
-def _slices(program: Program, costs: Costs, usage: Usage) -> Iterator[Event]:
+def _slices(planned: Planned) -> Iterator[Event]:
+    program, costs, usage = planned.program, planned.costs, planned.usage
     graph, made = program.graph, decisions(program)
     seen: set[int] = set()
     for row, x in enumerate(program.instructions):
@@ -102,8 +95,8 @@ def _slices(program: Program, costs: Costs, usage: Usage) -> Iterator[Event]:
             yield _slice(PLANNED, COMPUTE, name, start, stop, about)
 
 
-def _live(program: Program, usage: Usage) -> Iterator[Event]:
-    line = timeline(program, usage)
+def _live(planned: Planned) -> Iterator[Event]:
+    line = timeline(planned)
     for seconds, live in zip(line.seconds, line.live_bytes, strict=True):
         yield _counter(PLANNED, "live bytes", seconds, {"bytes": int(live)})
 

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 
 from poet_jax.core.plan import Free, PageIn
-from poet_jax.core.program import Program, Run, walk
-from poet_jax.core.simulate import Usage
+from poet_jax.core.planned import Planned
+from poet_jax.core.program import Run, walk
 from poet_jax.viz.table import decisions
 
 KINDS = ("argument", "keep", "remat", "page")
@@ -28,13 +28,13 @@ class Timeline:
     layers: dict[str, np.ndarray]
 
 
-def timeline(program: Program, usage: Usage) -> Timeline:
-    """The moments of `program`, of what it uses.
+def timeline(planned: Planned) -> Timeline:
+    """The moments of the program.
 
     A page-in takes its RAM when it is issued, which is when the compute lane gets
     there, and not when its transfer starts.
     """
-    graph = program.graph
+    program, usage, graph = planned.program, planned.usage, planned.program.graph
     kinds = dict.fromkeys(graph.initial, "argument") | decisions(program)
     held: dict[str, int] = dict.fromkeys(KINDS, 0)
     resident: set[int] = set()
