@@ -390,12 +390,7 @@ class Graph:
             [(v.nbytes, v.shape, str(v.dtype), v.pageable) for v in self.values],
             self.devices,
             [
-                (
-                    n.reads,
-                    n.writes,
-                    n.repeatable,
-                    [e.operation for e in n.equations],
-                )
+                (n.reads, n.writes, n.repeatable, [e.operation for e in n.equations])
                 for n in self.nodes
             ],
             [

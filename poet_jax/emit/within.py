@@ -285,9 +285,7 @@ def as_allocated(
     here = here.union(graph.returned, graph.references)
     values = tuple(
         dataclasses.replace(
-            value,
-            nbytes=int(nbytes[v]),
-            pageable=value.pageable and v not in here,
+            value, nbytes=int(nbytes[v]), pageable=value.pageable and v not in here
         )
         for v, value in enumerate(graph.values)
     )

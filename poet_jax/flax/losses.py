@@ -53,7 +53,7 @@ def explained(
         raise error.but(remedies=(budget, *more, *others)) from error
 
 
-def donatable(state: Any, rest: Any = ()) -> Any:
+def donatable(state: Any, rest: Any) -> Any:
     """`state` with copies of arrays that it holds twice or shares with `rest`.
 
     An array can be donated only once, but clones of an nnx module, and optimizers that

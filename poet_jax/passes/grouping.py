@@ -52,6 +52,13 @@ def is_heavy(node: Node) -> bool:
     return heavy or not node.repeatable
 
 
+def is_light(node: Node) -> bool:
+    """Whether XLA computes a node, of any number of equations, in loops."""
+    return bool(node.equations and node.repeatable) and not any(
+        e.primitive.name in HEAVY or e.inner or e.lowering for e in node.equations
+    )
+
+
 @dataclasses.dataclass(eq=False)
 class _Group:
     depth: int
@@ -300,12 +307,7 @@ class _Coarsener:
         own = [n for n in members if n not in self.turned]
         main = nodes[own[-1]]
         extra = f"+{len(own) - 1}" if len(own) > 1 else ""
-        return Node.of(
-            main.name + extra,
-            equations.values(),
-            writes,
-            main.backward,
-        )
+        return Node.of(main.name + extra, equations.values(), writes, main.backward)
 
 
 def can_turn(equation: Equation) -> bool:

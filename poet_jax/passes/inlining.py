@@ -19,7 +19,7 @@ import jax
 from poet_jax.core.equation import Equation, Inner, Literal, Name, nbytes_of
 from poet_jax.core.graph import Graph, Node, Value
 from poet_jax.core.rebuilding import with_nodes
-from poet_jax.passes.grouping import HEAVY, TINY_BYTES
+from poet_jax.passes.grouping import TINY_BYTES, is_light
 
 
 def inline_cheap(graph: Graph) -> Graph:
@@ -76,7 +76,7 @@ class _Recomputer:
     def visit(self, number: int) -> None:
         """Let backward nodes compute what they read of a light forward node."""
         node = self.nodes[number]
-        if number in self.late or not self.is_light(number):
+        if number in self.late or not is_light(node):
             return
         kinds = _kinds(node.equations)
         moved = self.moved(node, kinds)
@@ -156,13 +156,6 @@ class _Recomputer:
         self.nodes[number] = new
         self.is_changed = True
 
-    def is_light(self, number: int) -> bool:
-        """Whether XLA computes it in loops."""
-        node = self.nodes[number]
-        return bool(node.equations and node.repeatable) and not any(
-            e.primitive.name in HEAVY or e.inner or e.lowering for e in node.equations
-        )
-
     def late_readers(self, value: int) -> set[int]:
         return self.readers[value] & self.late
 
@@ -179,7 +172,7 @@ class _Recomputer:
             self.values[value].nbytes > TINY_BYTES
             and value not in self.graph.leaving
             and bool(readers)
-            and all(map(self.is_light, readers))
+            and all(is_light(self.nodes[number]) for number in readers)
         )
 
 

@@ -162,10 +162,7 @@ class _Loop:
 
 
 def _cuts(
-    graph: Graph,
-    most_equations: int,
-    most_pieces: int | None,
-    pieces: Collection[int],
+    graph: Graph, most_equations: int, most_pieces: int | None, pieces: Collection[int]
 ) -> dict[int, Cut]:
     """How loops are cut, by their length."""
     limit = most_pieces or MOST_PIECES

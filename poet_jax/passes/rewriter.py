@@ -155,12 +155,7 @@ class Rewriter:
             self.values.append(
                 dataclasses.replace(small.values[written], name=f"{name}.{value}")
             )
-            made = Node.of(
-                name,
-                [equation.renamed(known)],
-                [value],
-                backward,
-            )
+            made = Node.of(name, [equation.renamed(known)], [value], backward)
             self.nodes[number] = made
             self.place[number] = (anchor, number)
             self.producer[value] = number

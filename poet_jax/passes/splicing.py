@@ -81,18 +81,14 @@ class Splicer(abc.ABC):
         operands: Sequence[Any],
         key: tuple = (),
     ) -> list[Any]:
-        """Values of `fun(*operands)`; functions of one `key` are the same."""
+        """Values of `fun(*operands)`; functions of one `key`, if any, are the same."""
         if not key or key not in self.parts:
             avals = [
                 x.value if isinstance(x, Literal) else self.values[x].aval
                 for x in operands
             ]
-            part = trace_part(fun, *avals), {}
-            if key:
-                self.parts[key] = part
-        else:
-            part = self.parts[key]
-        return self.splice(part, operands, name, backward)
+            self.parts[key] = trace_part(fun, *avals), {}
+        return self.splice(self.parts[key], operands, name, backward)
 
     def splice(
         self,

@@ -131,10 +131,7 @@ def contributions(
 
 
 def search(
-    step: Any,
-    *args: Any,
-    gains: Mapping[str, float],
-    time_limit_seconds: float = 300.0,
+    step: Any, *args: Any, gains: Mapping[str, float], time_limit_seconds: float = 300.0
 ) -> Found:
     """Choose the items of most gain that can be trained within the step's budget.
 
