@@ -67,8 +67,8 @@ def compile_within(
     budget: Budget,
     build: Callable[[Program], Any],
     scratch: Sequence[int],
-    first: tuple[int, int] | None = None,
-    refinable: Set[str] = frozenset(),
+    first: tuple[int, int] | None,
+    refinable: Set[str],
 ) -> Fitted:
     """A plan whose compiled step needs at most the budget.
 
