@@ -118,6 +118,19 @@ class Items:
     def names(self, chosen: Iterable[int]) -> tuple[str, ...]:
         return tuple(self._patterns[k] for k in sorted(chosen))
 
+    def least_worth(self, chosen: frozenset[int]) -> int:
+        """Of these items that of least gain per second of nodes that it alone needs."""
+
+        def worth(item: int) -> float:
+            own = [
+                n
+                for n, users in enumerate(self.choice.nodes)
+                if users is not None and users & chosen == {item}
+            ]
+            return self.gains[item] / max(float(self.costs.seconds[own].sum()), 1e-12)
+
+        return min(sorted(chosen), key=worth)
+
     def update(self, chosen: Iterable[int]) -> Update:
         """The scheme that trains the chosen items, and all patterns not searched."""
         items = self.names(chosen)
