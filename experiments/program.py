@@ -102,3 +102,13 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
     """A table whose first row is its head."""
     lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def common_legend(figure: Any, axes: Any) -> None:
+    """One legend for all axes, [rows, columns], above them."""
+    handles = {}
+    for axis in axes.flat:
+        found = axis.get_legend_handles_labels()
+        handles |= dict(zip(*reversed(found), strict=True))
+    legend = {"loc": "outside upper center", "ncols": 3}
+    figure.legend(handles.values(), handles.keys(), **legend)

@@ -14,15 +14,9 @@ import optax
 from flax import nnx
 
 import poet_jax
-from experiments.models import (
-    NnxAttention,
-    NnxConvNorm,
-    NnxFeedForward,
-    NnxResidual,
-    load_for_model,
-    loss_fn,
-    make_model,
-)
+from experiments.image_models import NnxConvNorm, NnxResidual
+from experiments.models import load_for_model, loss_fn, make_model
+from experiments.transformer import NnxAttention, NnxFeedForward
 from poet_jax import DeviceProfile, PagedArray
 from poet_jax.passes import Pass
 

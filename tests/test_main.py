@@ -12,6 +12,7 @@ from viz.test_explain import Page
 
 import poet_jax
 from poet_jax import cli
+from poet_jax.target import loaded
 
 SOURCE = """
 import flax.linen as nn
@@ -141,7 +142,7 @@ KINDS = ("scheduled", "of_nnx", "of_linen", "of_modules")
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_keeps_what_no_flag_replaces(kind, file, capsys, tmp_path):
-    step, *args = cli.loaded(f"{file}:{kind}")
+    step, *args = loaded(f"{file}:{kind}")
     run("explain", f"{file}:{kind}", output=str(tmp_path / "own"), values=0)
     printed = capsys.readouterr().out
     expected = str(step.plan(*args)).partition("\n  values")[0]

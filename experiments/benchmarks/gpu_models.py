@@ -12,9 +12,10 @@ from flax import nnx
 
 from experiments.benchmarks.loop_models import Scan, gpt, loop, plain
 from experiments.data import DatasetSpec
+from experiments.image_models import NnxResidual
 from experiments.language_model import models as decoders
 from experiments.language_model.llama import LlamaConfig, LlamaLayer
-from experiments.models import NnxResidual, loss_fn, make_model
+from experiments.models import loss_fn, make_model
 from experiments.steps import Case, TrainingStep, checkpointed, nnx_case, unet_case
 
 IMAGES = DatasetSpec((32, 32, 3), 10)

@@ -167,6 +167,23 @@ def step_options(time_limit: float) -> dict[str, Any]:
     return {"planner": planner, "donate_argnums": 0}
 
 
+def under_jit(step, begin, batch) -> tuple[Contestant, Any, float, float]:
+    """A step after its first call under `jax.jit`, on a copy of the state `begin`.
+
+    Returns it, what it was compiled to, and the seconds of that first call and of XLA's
+    compiler in there.
+    """
+    contestant = Contestant(None, jax.tree.map(jnp.copy, begin))
+    with compiling() as compiled_seconds:
+        start = time.perf_counter()
+        contestant.step = jitted = jax.jit(step, donate_argnums=0)
+        # JAX keeps what it compiled, for the first call.
+        compiled = jitted.lower(contestant.state, batch).compile()
+        contestant.run(batch)
+        first = time.perf_counter() - start
+        return contestant, compiled, first, compiled_seconds()
+
+
 def measure_step(
     case: TrainingStep,
     budget: str,
@@ -183,31 +200,20 @@ def measure_step(
     compiler in there, and `plan_seconds` those of `Scheduled.plan` without it.
     """
     begin, batch = case.init()
-
-    def fresh():
-        return jax.tree.map(jnp.copy, begin)
-
     # What any first step has to wait for is not that of one or the other.
     jax.block_until_ready(jax.jit(lambda x: x @ x)(jnp.ones((64, 64))))
     poet_jax.host()
-    others, needs = {}, {}
+    others, needs, seconds_of = {}, {}, {}
     for name, step in {"jit": case.step, **(beside or {})}.items():
-        others[name] = Contestant(None, fresh())
-        with compiling() as compiled_seconds:
-            start = time.perf_counter()
-            others[name].step = jitted = jax.jit(step, donate_argnums=0)
-            # JAX keeps what it compiled, for the first call.
-            needs[name] = jitted.lower(others[name].state, batch).compile()
-            others[name].run(batch)
-            if name == "jit":
-                jit_first = time.perf_counter() - start
-                jit_compile = compiled_seconds()
+        others[name], needs[name], *seconds_of[name] = under_jit(step, begin, batch)
+    jit_first, jit_compile = seconds_of["jit"]
     row = {f"{name}_bytes": needed_bytes(compiled) for name, compiled in needs.items()}
     jax.clear_caches()  # what was traced for jax.jit is traced anew for us
     for other in others.values():
         other.run(batch)  # and compiled anew
     options = step_options(time_limit)
-    ours = Contestant(poet_jax.schedule(case.step, budget, **options), fresh())
+    step = poet_jax.schedule(case.step, budget, **options)
+    ours = Contestant(step, jax.tree.map(jnp.copy, begin))
     with compiling() as compiled_seconds:
         start = time.perf_counter()
         try:

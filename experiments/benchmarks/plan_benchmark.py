@@ -39,7 +39,13 @@ from absl import app, flags, logging
 
 import poet_jax
 from experiments.paper.layer_graphs import FOLDER, instance_paths
-from experiments.program import appending, program, read_rows, result_flags
+from experiments.program import (
+    appending,
+    common_legend,
+    program,
+    read_rows,
+    result_flags,
+)
 from experiments.steps import (
     BENCHMARK_DEVICE,
     COARSE,
@@ -272,12 +278,7 @@ def plot(rows: list[dict[str, str]], path: pathlib.Path) -> None:
             axis.set_axisbelow(True)
         figure.supxlabel("memory budget (% of keep-all's peak)")
         figure.supylabel("extra over keep-all (modelled)")
-        handles = {}
-        for axis in axes.flat:
-            found = axis.get_legend_handles_labels()
-            handles |= dict(zip(*reversed(found), strict=True))
-        legend = {"loc": "outside upper center", "ncols": 3}
-        figure.legend(handles.values(), handles.keys(), **legend)
+        common_legend(figure, axes)
 
 
 def _draw(axis, rows: list[dict[str, str]], planner: str) -> None:

@@ -7,18 +7,24 @@ between the comments `<!-- table: NAME -->` and `<!-- end -->` of a page, where 
 a key of `TABLES`.
 """
 
-import json
-import pathlib
 import re
 from collections.abc import Callable, Iterable, Sequence
 
 from absl import app
 
-from experiments.program import markdown, program, read_rows
-from poet_jax.core.units import format_bytes, format_seconds
+from experiments.benchmarks import plan_tables
+from experiments.benchmarks.rows import (
+    ROOT,
+    Row,
+    percent,
+    read,
+    read_json,
+    rows_of,
+    size,
+)
+from experiments.program import markdown, program
+from poet_jax.core.units import format_seconds
 
-ROOT = pathlib.Path(__file__).parents[2]
-RESULTS = ROOT / "experiments" / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "benchmarks").glob("*.md")))
 README_ROWS = (
     ("ResNet-18, batch 64", "resnet18", "50"),
@@ -27,39 +33,12 @@ README_ROWS = (
     ("GPT, 24 layers scanned", "gpt24", "20"),
     ("128,000 words, loss", "vocabulary", "20"),
 )
-
-
-Row = dict[str, str]
 SHARES = ("75", "50", "35", "25", "15")  # percent, of the tables of plans
 LOOP_WAYS = {
     "checkpoint": "`jax.checkpoint`",
     "nested": "nested scans",
 }  # of training through loops with JAX alone
 SMALL_SHARES = ("75", "50", "25")  # of those of the paper's own graphs
-
-
-def read(name: str) -> list[Row]:
-    """Rows of a CSV file under experiments/results/."""
-    return read_rows(RESULTS / f"{name}.csv")
-
-
-def read_json(name: str) -> dict:
-    return json.loads((RESULTS / f"{name}.json").read_text())
-
-
-def percent(fraction: float, digits: int = 2) -> str:
-    return f"{round(100 * fraction, digits) + 0.0:.{digits}f} %"  # no -0.00
-
-
-def size(number: str | int) -> str:
-    return format_bytes(int(number))
-
-
-def rows_of(name: str) -> dict[tuple[str, str], dict[str, str]]:
-    """Rows of a benchmark's CSV file, by model and share."""
-    file = "steps" if name == "step_benchmark" else name
-    rows = read_rows(RESULTS / name / f"{file}.csv")
-    return {(row["model"], row["share"]): row for row in rows}
 
 
 def ratios(name: str, shares: Sequence[str]) -> str:
@@ -80,9 +59,13 @@ def ratios(name: str, shares: Sequence[str]) -> str:
             if other == model and row["jit_bytes"]
         )
         cells = [cell(model, share) for share in shares]
-        lines.append([model, format_bytes(int(used)), *cells])
-    head = [x if x == "least" else f"{x} %" for x in shares]
-    return markdown([["step", "`jax.jit`", *head], *lines])
+        lines.append([model, size(used), *cells])
+    return markdown([["step", "`jax.jit`", *headed(shares)], *lines])
+
+
+def headed(shares: Sequence[str]) -> list[str]:
+    """Heads of columns by share of memory."""
+    return [x if x == "least" else f"{x} %" for x in shares]
 
 
 def readme() -> str:
@@ -91,18 +74,16 @@ def readme() -> str:
     lines = []
     for title, model, share in README_ROWS:
         row = rows[model, share]
-        sizes = (int(row[name]) for name in ("jit_bytes", "budget_bytes"))
-        lines.append([title, *map(format_bytes, sizes), f"{float(row['ratio']):.2f}"])
-    paged = json.loads((RESULTS / "paged_state" / "bert12.json").read_text())
+        sizes = size(row["jit_bytes"]), size(row["budget_bytes"])
+        lines.append([title, *sizes, f"{float(row['ratio']):.2f}"])
+    paged = read_json("paged_state/bert12")
     ours, plain = paged["rows"]
-    sizes = (plain["rise_bytes"], ours["budget_bytes"])
-    title = "BERT-base, state in a file"
-    lines.append([title, *map(format_bytes, sizes), f"{paged['ratio']:.2f}"])
+    sizes = size(plain["rise_bytes"]), size(ours["budget_bytes"])
+    lines.append(["BERT-base, state in a file", *sizes, f"{paged['ratio']:.2f}"])
     adapted = {row["case"]: row for row in read("language_models/language_models")}
     row = adapted["lora_1b_int4"]
-    sizes = (int(row[name]) for name in ("jit_rise_bytes", "budget_bytes"))
-    title = "LoRA of 1.1 billion, int4"
-    lines.append([title, *map(format_bytes, sizes), f"{float(row['ratio']):.2f}"])
+    sizes = size(row["jit_rise_bytes"]), size(row["budget_bytes"])
+    lines.append(["LoRA of 1.1 billion, int4", *sizes, f"{float(row['ratio']):.2f}"])
     head = ["step", "memory of `jax.jit`", "budget", "time of `jax.jit`"]
     return markdown([head, *lines])
 
@@ -116,84 +97,6 @@ def checkpoint() -> str:
             lines.append([model, *sizes, f"{float(row['checkpoint_ratio']):.2f}"])
     head = ["step", "`jax.jit`", "with `jax.checkpoint`", "time of `jax.jit`"]
     return markdown([head, *lines])
-
-
-def plans(kind: str, shares: Sequence[str]) -> str:
-    """What each planner costs over keep-all, for every graph of a kind."""
-    rows = {
-        (row["graph"], row["share"], row["planner"]): row
-        for row in read("plan_benchmark/plans")
-        if row["kind"] == kind and float(row["time_limit"]) == 20
-    }
-
-    def cell(graph: str, share: str, planner: str) -> str:
-        row = rows.get((graph, share, planner))
-        if row is None or not row["over_keep_all"] or row["status"] == "REFUTED":
-            return ""
-        return percent(float(row["over_keep_all"]))
-
-    lines = []
-    planners = ("greedy", "sqrt", "paging_only", "milp_remat", "milp_highs", "milp")
-    for graph in dict.fromkeys(graph for graph, _, _ in rows):
-        for share in shares:
-            best = rows[graph, share, "milp"]
-            cells = [cell(graph, share, planner) for planner in planners]
-            if cells[-1]:
-                name = f"{graph}, {best['nodes']} nodes"
-                rest = percent(float(best["gap"])), f"{float(best['seconds']):.1f}"
-                lines.append([name, f"{share} %", *cells, *rest])
-    head = ["graph", "memory", "`greedy`", "`sqrt`", "`paging_only`", "remat alone"]
-    return markdown([[*head, "HiGHS", "CBC", "gap", "seconds"], *lines])
-
-
-def solvers() -> str:
-    """How often one MILP's plan costs more than another's."""
-    costs = {}
-    for row in read("plan_benchmark/plans"):
-        if float(row["time_limit"]) == 20 and row["over_keep_all"]:
-            key = row["graph"], row["kind"], row["share"]
-            cost = float(row["over_keep_all"])
-            costs.setdefault(key, {})[row["planner"]] = cost
-    lines = []
-    for planner, name in (
-        ("milp_highs", "HiGHS"),
-        ("milp_remat", "CBC, remat alone"),
-        ("greedy", "`greedy`"),
-    ):
-        both = [x for x in costs.values() if planner in x and "milp" in x]
-        less = sum(x["milp"] < x[planner] - 1e-3 for x in both)
-        more = sum(x["milp"] > x[planner] + 1e-3 for x in both)
-        only = sum("milp" in x and planner not in x for x in costs.values())
-        equal = len(both) - less - more
-        lines.append([name, *map(str, (less, equal, more, only))])
-    head = ["CBC's plan beside that of", "costs less", "as much", "more"]
-    return markdown([[*head, "is the only one"], *lines])
-
-
-def activations() -> str:
-    """Plans with room for parameters and gradients beside the budget."""
-    lines = []
-    for row in read("plan_benchmark/plans"):
-        if row["kind"] == "activations":
-            sizes = (size(row[name]) for name in ("keep_all_bytes", "memory_bytes"))
-            extra = percent(float(row["over_keep_all"]), 1)
-            lines.append([row["graph"], *sizes, extra, percent(float(row["gap"]))])
-    return markdown([["graph", "keep-all", "memory", "extra", "gap"], *lines])
-
-
-def layers() -> str:
-    """Seconds until a plan is within 1 % of its bound, by the number of layers."""
-    rows = read("plan_benchmark/layers")
-    graphs = list(dict.fromkeys(row["graph"] for row in rows))
-    lines = {}
-    for row in rows:
-        words = {"gradient": "gradient", "step": "whole step"}[row["kind"]]
-        text = f"{float(row['seconds']):.1f}"
-        if row["status"] != "OPTIMAL":
-            text += f" (gap {percent(float(row['gap']), 1)})"
-        lines.setdefault(f"{words} in {row['share']} %", {})[row["graph"]] = text
-    body = [[name, *(cells[g] for g in graphs)] for name, cells in lines.items()]
-    return markdown([["", *graphs], *body])
 
 
 def paged_state() -> str:
@@ -351,74 +254,6 @@ def endurance() -> str:
     return markdown([["", "RAM", "store", "its file", "threads", "open files"], *lines])
 
 
-PAPER_PLANNERS = {
-    "sqrt": "`sqrt`",
-    "capuchin": "Capuchin-like",
-    "pofo": "POFO-like",
-    "paging": "paging alone",
-    "remat": "remat alone",
-    "milp": "integrated",
-}
-
-
-def energies(question: str, column: str, show: Callable[[str], str]) -> str:
-    """Extra energy of each planner by model, device and `column`."""
-    found: dict[tuple[str, ...], dict[str, Row]] = {}
-    for row in read(f"paper/{question}"):
-        model = row["model"].removesuffix(f"-{row['device']}").partition(":")[0]
-        if row["counted"] == "activations" and question == "ram":
-            model += "'s activations"
-        key = model, row["device"], row[column]
-        found.setdefault(key, {})[row["planner"]] = row
-
-    def cell(row: Row | None) -> str:
-        if row is None or not row["joules"]:
-            return ""
-        return percent(float(row["joules"]) / float(row["keep_all_joules"]) - 1)
-
-    planners = [x for x in PAPER_PLANNERS if any(x in one for one in found.values())]
-    lines = []
-    order = sorted(found, key=lambda key: (*key[:2], float(key[2])))
-    for key in order:
-        cells = [cell(found[key].get(planner)) for planner in planners]
-        if cells[-1]:
-            gap = percent(float(found[key]["milp"]["gap"]))
-            lines.append([key[0], f"`{key[1]}`", show(key[2]), *cells, gap])
-    names = [PAPER_PLANNERS[planner] for planner in planners]
-    head = ["model", "device", {"share": "RAM"}.get(column, column)]
-    return markdown([[*head, *names, "gap"], *lines])
-
-
-def smallest() -> str:
-    """The least RAM of a training step, by what is counted."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
-    for row in read("paper/smallest"):
-        key = row["model"], row["batch_size"]
-        found.setdefault(key, {})[row["counted"]] = size(row["smallest_bytes"])
-    kinds = list(dict.fromkeys(kind for cells in found.values() for kind in cells))
-    lines = [
-        [f"`{model}`", batch, *(cells.get(kind, "") for kind in kinds)]
-        for (model, batch), cells in found.items()
-    ]
-    return markdown([["model", "batch", *kinds], *lines])
-
-
-def rules() -> str:
-    """Published plans by deadline, as the simulator judges them."""
-    lines = []
-    rows = read("paper/rules")
-    for deadline in dict.fromkeys(row["deadline"] for row in rows):
-        own = [row for row in rows if row["deadline"] == deadline]
-        published = [row for row in own if row["published_joules"]]
-        refuted = [row for row in published if row["refuted"]]
-        ours = [row for row in own if row["milp_joules"]]
-        proven = [row for row in ours if row["milp_status"] == "OPTIMAL"]
-        counts = map(len, (own, published, refuted, ours, proven))
-        lines.append([f"{deadline} times the compute", *map(str, counts)])
-    head = ["deadline", "points", "published plans", "refuted", "plans here"]
-    return markdown([[*head, "proven optimal"], *lines])
-
-
 def schemes(name: str) -> str:
     """Accuracy and cost of training a part; means over seeds."""
     groups: dict[tuple[str, str], list[Row]] = {}
@@ -467,8 +302,8 @@ def points(name: str, ways: dict[str, str], shares: Sequence[str]) -> str:
         beside = [(first, f"{way}_bytes", f"{way}_ratio") for way in ways]
         beside += [(rows.get(share), "compiled_bytes", "ratio") for share in shares]
         lines.append([model, size(first["jit_bytes"]), *(point(*x) for x in beside)])
-    head = [x if x == "least" else f"{x} %" for x in shares]
-    return markdown([["step", "`jax.jit`", *ways.values(), *head], *lines])
+    head = ["step", "`jax.jit`", *ways.values(), *headed(shares)]
+    return markdown([head, *lines])
 
 
 def loop_compilers() -> str:
@@ -492,12 +327,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps": lambda: ratios("step_benchmark", ("100", "75", "50", "least")),
     "small_steps": lambda: ratios("small_steps", ("100", "60", "least")),
     "checkpoint": checkpoint,
-    "plans_gradient": lambda: plans("gradient", SHARES),
-    "plans_step": lambda: plans("step", SHARES),
-    "plans_instance": lambda: plans("instance", SMALL_SHARES),
-    "solvers": solvers,
-    "activations": activations,
-    "layers": layers,
+    "plans_gradient": lambda: plan_tables.plans("gradient", SHARES),
+    "plans_step": lambda: plan_tables.plans("step", SHARES),
+    "plans_instance": lambda: plan_tables.plans("instance", SMALL_SHARES),
+    "solvers": plan_tables.solvers,
+    "activations": plan_tables.activations,
+    "layers": plan_tables.layers,
     "loops": lambda: points("loops", LOOP_WAYS, ("50", "20", "10", "3", "1")),
     "loop_compilers": loop_compilers,
     "paged_state": paged_state,
@@ -513,11 +348,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "shards": lambda: points(
         "shards", {"checkpoint": "`jax.checkpoint`"}, ("75", "50", "least")
     ),
-    "ram": lambda: energies("ram", "share", lambda x: f"{float(x):g} %"),
-    "instances": lambda: energies("instances", "share", lambda x: f"{float(x):g} %"),
-    "deadline": lambda: energies("deadline", "deadline", lambda x: f"{float(x):g}"),
-    "smallest": smallest,
-    "rules": rules,
+    "ram": lambda: plan_tables.energies("ram", "share"),
+    "instances": lambda: plan_tables.energies("instances", "share"),
+    "deadline": lambda: plan_tables.energies("deadline", "deadline"),
+    "smallest": plan_tables.smallest,
+    "rules": plan_tables.rules,
     "finetune": lambda: schemes("finetune"),
     "adapt": lambda: schemes("adapt"),
 }

@@ -32,6 +32,7 @@ from experiments.paper import points
 from experiments.paper.layer_graphs import instance_paths
 from experiments.program import (
     appending,
+    common_legend,
     program,
     read_rows,
     result_flags,
@@ -252,12 +253,7 @@ def plot_panels(
             if counted == "activations" and not model.startswith("poet-"):
                 model += "'s activations"
             axis.set_title(f"{model}, {device}")
-        handles = {}
-        for axis in axes.flat:
-            found = axis.get_legend_handles_labels()
-            handles |= dict(zip(*reversed(found), strict=True))
-        legend = {"loc": "outside upper center", "ncols": 3}
-        figure.legend(handles.values(), handles.keys(), **legend)
+        common_legend(figure, axes)
         top = 2 * max(_extra(row) for row in rows if row["joules"])
         axes[0, 0].set_ylim(LEAST * 0.8, top)
         ticks = (0.01, 0.1, 1, 10, 100)

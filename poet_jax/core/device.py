@@ -47,8 +47,8 @@ class DeviceProfile:
         processor does not move pages (DMA).
       rates: of a calibrated device, in place of the FLOP and byte rates above. Keys are
         kind and dtype, as "dot_float32", or "moved" for memory traffic. Rows are (size,
-        seconds per unit of work), of rising size; `kernels.Work` defines both. Joules
-        are then seconds times `compute_watts`.
+        seconds per unit of work), of rising size; `work.Work` defines both. Joules are
+        then seconds times `compute_watts`.
       node_costs: path of a CSV file with measured seconds and joules of nodes, which
         replace modelled ones; see `devices.write_node_costs`.
       node_costs_partial: whether nodes missing in that file are modelled.

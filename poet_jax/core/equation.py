@@ -1,6 +1,8 @@
 """Equations: primitives applied to values, as in a jaxpr."""
 
 import dataclasses
+import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -70,6 +72,14 @@ class Equation:
         """Its operands that are values, as often as they are operands."""
         return [x for x in self.operands if not isinstance(x, Literal)]
 
+    @property
+    def operation(self) -> tuple[str, str, str]:
+        """Its primitive, parameters and lowering as text, the same in every process."""
+        params = str(sorted(self.params.items(), key=str))
+        way = self.lowering
+        name = "" if way is None else f"{way.__module__}.{way.__name__}"
+        return self.primitive.name, re.sub(r" at 0x[0-9a-f]+", "", params), name
+
     def renamed(self, names: Mapping[Any, Any]) -> "Equation":
         """The equation with `names` instead of operands and results that they hold."""
         return dataclasses.replace(
@@ -88,6 +98,11 @@ class Equation:
         params = self.primitive.get_bind_params(self.params)
         results = self.primitive.bind(*operands, **params)
         return results if self.primitive.multiple_results else (results,)
+
+
+def nbytes_of(array: Any) -> int:
+    """Bytes of an array, or of anything with a shape and a dtype."""
+    return math.prod(array.shape) * array.dtype.itemsize
 
 
 def need_data(equations: Iterable[Equation]) -> bool:

@@ -5,14 +5,12 @@ import dataclasses
 import functools
 import hashlib
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from poet_jax.core.equation import Equation, Inner, Literal, Name, need_data
+from poet_jax.core.equation import Equation, Literal, Name, need_data
 from poet_jax.core.references import held_by
 from poet_jax.core.representation import brief
 from poet_jax.core.stack import Stack
@@ -114,6 +112,14 @@ class Node:
             made.update(equation.results)
         repeatable = all(equation.repeatable for equation in equations)
         return cls(name, tuple(reads), tuple(writes), equations, backward, repeatable)
+
+    def renamed(self, names: Mapping[Any, Any]) -> "Node":
+        """The node with `names` instead of what it reads and writes that they hold."""
+        if names.keys().isdisjoint((*self.reads, *self.writes)):
+            return self
+        equations = [e.renamed(names) for e in self.equations]
+        writes = [names.get(v, v) for v in self.writes]
+        return Node.of(self.name, equations, writes, self.backward)
 
     @property
     def needs_data(self) -> bool:
@@ -384,19 +390,7 @@ class Graph:
             [(v.nbytes, v.shape, str(v.dtype), v.pageable) for v in self.values],
             self.devices,
             [
-                (
-                    n.reads,
-                    n.writes,
-                    n.repeatable,
-                    [
-                        (
-                            e.primitive.name,
-                            params_text(e.params),
-                            lowering_name(e.lowering),
-                        )
-                        for e in n.equations
-                    ],
-                )
+                (n.reads, n.writes, n.repeatable, [e.operation for e in n.equations])
                 for n in self.nodes
             ],
             [
@@ -433,100 +427,3 @@ class Graph:
             mark += "" if node.repeatable else " [runs once]"
             lines.append(f"  {number:4d} {node.name}{mark}: {writes} <- {reads}")
         return "\n".join(lines)
-
-
-def params_text(params: dict[str, Any]) -> str:
-    """Parameters of an equation as text, without addresses of this process."""
-    return re.sub(r" at 0x[0-9a-f]+", "", str(sorted(params.items(), key=str)))
-
-
-def lowering_name(lowering: Callable[..., Any] | None) -> str:
-    return "" if lowering is None else f"{lowering.__module__}.{lowering.__name__}"
-
-
-def is_plain(dtype: Any) -> bool:
-    """Whether arrays of `dtype` are in memory what their shape and itemsize say.
-
-    PRNG keys are not, nor are types of less than a byte, which XLA packs.
-    """
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return False
-    if jnp.issubdtype(dtype, jnp.integer):
-        return jnp.iinfo(dtype).bits >= 8
-    if jnp.issubdtype(dtype, jnp.floating):
-        return jnp.finfo(dtype).bits >= 8
-    return True
-
-
-def with_nodes(graph: Graph, nodes: Iterable[Node]) -> Graph:
-    """`graph` with `nodes` instead of its own, and values numbered without gaps.
-
-    What no node reads or writes is a value no more: it is `Inner` where equations name
-    it.
-    """
-    nodes = tuple(nodes)
-    used = {*graph.arguments, *graph.constants, *graph.outputs}
-    for stack in graph.stacks.values():
-        used.update(stack.values)
-    for node in nodes:
-        used.update(node.reads, node.writes)
-    new = {old: number for number, old in enumerate(sorted(used))}
-    names: dict[Any, Name] = {**new}
-    for node in nodes:
-        for equation in node.equations:
-            for x in equation.results:
-                names.setdefault(x, x if isinstance(x, Inner) else Inner())
-
-    def rename(values: Iterable[int]) -> tuple[int, ...]:
-        return tuple(new[v] for v in values)
-
-    return dataclasses.replace(
-        graph,
-        values=tuple(graph.values[v] for v in sorted(used)),
-        nodes=tuple(
-            dataclasses.replace(
-                n,
-                reads=rename(n.reads),
-                writes=rename(n.writes),
-                equations=tuple(e.renamed(names) for e in n.equations),
-            )
-            for n in nodes
-        ),
-        arguments=rename(graph.arguments),
-        outputs=rename(graph.outputs),
-        constants={new[v]: array for v, array in graph.constants.items()},
-        donated=frozenset(rename(graph.donated)),
-        references=rename(graph.references),
-        stacks={
-            new[v]: dataclasses.replace(
-                stack,
-                values=rename(stack.values),
-                over=None if stack.over is None else new[stack.over],
-            )
-            for v, stack in graph.stacks.items()
-        },
-        stored={new[v]: place for v, place in graph.stored.items() if v in new},
-        landing={new[v]: place for v, place in graph.landing.items() if v in new},
-    )
-
-
-def body(graph: Graph, names: Mapping[int, Name | Literal]) -> list[Equation]:
-    """The equations of a graph, to be inside a node of another one.
-
-    `names` are those of its arguments and outputs there; all else is `Inner`.
-    """
-    known: dict[Any, Any] = {v: Inner() for v in graph.constants} | dict(names)
-    equations = [e for node in graph.nodes for e in node.equations]
-    for equation in equations:
-        for x in equation.results:
-            known.setdefault(x, Inner())
-    return [e.renamed(known) for e in equations]
-
-
-def map_equations(graph: Graph, change: Callable[[Equation], Equation]) -> Graph:
-    """`graph` with `change(equation)` in place of each equation."""
-    nodes = tuple(
-        dataclasses.replace(node, equations=tuple(map(change, node.equations)))
-        for node in graph.nodes
-    )
-    return dataclasses.replace(graph, nodes=nodes)

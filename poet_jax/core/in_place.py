@@ -6,7 +6,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
-from poet_jax.core.graph import Graph, Node, is_plain
+import jax
+import jax.numpy as jnp
+
+from poet_jax.core.graph import Graph, Node
 
 Pairs = tuple[tuple[int, int], ...]  # (old, new) values: one is written over the other
 
@@ -86,7 +89,7 @@ def pairs(
     for value in sorted(writes, key=written.__getitem__):
         olds = operands[_memory(graph, value)]
         dead = [old for old in olds if last_read.get(old, 0) <= written[value]]
-        if dead and is_plain(graph.values[value].dtype):
+        if dead and _is_plain(graph.values[value].dtype):
             replaced[value] = max(dead, key=lambda old: last_read.get(old, 0))
             olds.remove(replaced[value])
     return tuple((replaced[v], v) for v in writes if v in replaced)
@@ -97,6 +100,20 @@ def _memory(graph: Graph, value: int) -> Any:
     if value in graph.seats:
         return graph.seats[value]
     return graph.values[value].room
+
+
+def _is_plain(dtype: Any) -> bool:
+    """Whether arrays of `dtype` are in memory what their shape and itemsize say.
+
+    PRNG keys are not, nor are types of less than a byte, which XLA packs.
+    """
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
+        return False
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jnp.iinfo(dtype).bits >= 8
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.finfo(dtype).bits >= 8
+    return True
 
 
 def _places(nodes: Iterable[Node]) -> tuple[dict[Any, int], dict[Any, int]]:

@@ -45,9 +45,9 @@ def read_instance(path: str | os.PathLike) -> tuple[Graph, list[dict[str, Any]]]
     """Read a planner instance: a graph whose nodes have costs but no equations.
 
     The file is JSON: `nodes`, a list in execution order of objects with `name`,
-      `backward`,
-    `bytes` and costs; `edges`, a list of [producer, consumer]. Node i writes value i. A
-    value that nothing reads may be freed at once; there are no arguments or outputs.
+    `backward`, `bytes` and costs; `edges`, a list of [producer, consumer]. Node i
+    writes value i. A value that nothing reads may be freed at once; there are no
+    arguments or outputs.
     Returns the graph and the nodes' objects. Raises ValueError if an edge is malformed.
     """
     with open(path) as file:

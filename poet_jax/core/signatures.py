@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from poet_jax.core.equation import Literal
-from poet_jax.core.graph import Graph, Node, lowering_name, params_text
+from poet_jax.core.graph import Graph, Node
 
 
 def node_form(node: Node) -> Any:
@@ -54,13 +54,7 @@ def node_signature(graph: Graph, node: Node) -> str:
 
     list(map(place, node.reads))
     equations = [
-        (
-            e.primitive.name,
-            params_text(e.params),
-            lowering_name(e.lowering),
-            list(map(place, e.operands)),
-            list(map(place, e.results)),
-        )
+        (*e.operation, list(map(place, e.operands)), list(map(place, e.results)))
         for e in node.equations
     ]
     # A graph that was not traced has neither shapes nor equations.

@@ -3,7 +3,6 @@
 This is the only file that knows the shape of a jaxpr.
 """
 
-import dataclasses
 import itertools
 import os
 import sysconfig
@@ -18,10 +17,11 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.ref import Ref
 
-from poet_jax.core.equation import Equation, Literal
+from poet_jax.core.equation import Equation, Literal, nbytes_of
 from poet_jax.core.errors import CannotTrace, ClosesOverTracer
-from poet_jax.core.graph import Graph, Node, Value, with_nodes
+from poet_jax.core.graph import Graph, Node, Value
 from poet_jax.core.purity import PURE, STRUCTURED
+from poet_jax.core.rebuilding import without_dead_code
 from poet_jax.core.references import (
     Reference,
     as_function,
@@ -198,7 +198,7 @@ class _Builder:
         self.values.append(
             Value(
                 name,
-                int(np.prod(aval.shape, dtype=np.int64)) * aval.dtype.itemsize,
+                nbytes_of(aval),
                 tuple(aval.shape),
                 aval.dtype,
                 weak_type,
@@ -415,20 +415,3 @@ def _node_name(eqn, stack: str) -> str:
         where = source_info_util.summarize(eqn.source_info).split(" ")[0]
         scopes = [":".join(where.rsplit("/", 1)[-1].split(":")[:2])]
     return "/".join((*filter(None, scopes[-2:]), eqn.primitive.name))
-
-
-def without_dead_code(graph: Graph) -> Graph:
-    """Drop results that no output depends on, and nodes without others or effects."""
-    needed = {*graph.leaving, *graph.references}
-    kept = []
-    for node in reversed(graph.nodes):
-        writes = tuple(v for v in node.writes if v in needed)
-        if not writes and not any(e.has_effect for e in node.equations):
-            continue
-        kept.append(dataclasses.replace(node, writes=writes))
-        needed.update(node.reads)
-    constants = {v: array for v, array in graph.constants.items() if v in needed}
-    nodes = tuple(kept[::-1])
-    return with_nodes(
-        dataclasses.replace(graph, nodes=nodes, constants=constants), nodes
-    )

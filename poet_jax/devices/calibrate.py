@@ -9,18 +9,20 @@ import jax.numpy as jnp
 from jax import lax
 
 from poet_jax.core.device import DeviceProfile, Rates
-from poet_jax.core.graph import Graph, Node, Value, body
+from poet_jax.core.graph import Graph, Node, Value
+from poet_jax.core.rebuilding import body
 from poet_jax.core.trace import trace
-from poet_jax.devices.kernels import Kernel, Work, kernels
+from poet_jax.devices.kernels import Kernel, kernels
 from poet_jax.devices.price import kernel_seconds
 from poet_jax.devices.timing import time_nodes
+from poet_jax.devices.work import Work
 
 
 class Probe(NamedTuple):
     """A program whose time gives one rate.
 
     Attributes:
-      kind: of the rate, as in `kernels.Work`; "launch" gives dispatch_seconds.
+      kind: of the rate, as in `work.Work`; "launch" gives dispatch_seconds.
       fun: the program.
       shapes: of its arguments.
       dtype: of the arguments and of the rate.
@@ -149,15 +151,15 @@ PROBES = (
 )  # fmt: skip
 
 
-def calibrated(probes: Sequence[Probe] = PROBES) -> tuple[float, Rates]:
+def calibrated() -> tuple[float, Rates]:
     """(seconds to launch a kernel, rates) of this machine.
 
     A probe's own rate is its time less that of its launches, traffic and other work, at
     the rates of earlier probes. Takes about six seconds on two cores.
     """
-    graph = _joined(probes)
+    graph = _joined()
     device = DeviceProfile("calibrated so far", 1, 1.0, 1.0, 1.0, 1.0, 0.0)
-    for probe, node, timed in zip(probes, graph.nodes, time_nodes(graph), strict=True):
+    for probe, node, timed in zip(PROBES, graph.nodes, time_nodes(graph), strict=True):
         assert timed is not None
         steps = [x for kernel in kernels(node) for x in kernel.flat()]
         if probe.kind == "launch":
@@ -171,11 +173,10 @@ def calibrated(probes: Sequence[Probe] = PROBES) -> tuple[float, Rates]:
     return device.dispatch_seconds, device.rates
 
 
-def described_probes(probes: Sequence[Probe] = PROBES) -> str:
+def described_probes() -> str:
     """Kinds, shapes and dtypes of the probes, which rates depend on."""
-    return "medians of " + str(
-        [(probe.kind, probe.shapes, probe.dtype) for probe in probes]
-    )
+    kinds = [(probe.kind, probe.shapes, probe.dtype) for probe in PROBES]
+    return f"medians of {kinds}"
 
 
 def _row(
@@ -207,13 +208,13 @@ def _monotonic(rows: Sequence[tuple[float, float]]) -> tuple[tuple[float, float]
     return tuple(reversed(result))
 
 
-def _joined(probes: Sequence[Probe]) -> Graph:
+def _joined() -> Graph:
     """One graph with a node per probe, independent of one another."""
     values: list[Value] = []
     arguments: list[int] = []
     constants: dict[int, Any] = {}
     nodes = []
-    for probe in probes:
+    for probe in PROBES:
         shapes = [jax.ShapeDtypeStruct(shape, probe.dtype) for shape in probe.shapes]
         graph = trace(probe.fun, *shapes)
         outside = (*graph.arguments, *graph.constants, *graph.outputs)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from poet_jax.core.equation import Equation, unrolled
+from poet_jax.core.equation import Equation, nbytes_of, unrolled
 from poet_jax.core.graph import Graph, Node, Value
 
 
@@ -59,7 +59,7 @@ def _exchanged_bytes(equation: Equation, mesh: Any) -> int:
     axes = axes if isinstance(axes, tuple) else (axes,)
     n = math.prod(mesh.shape.get(axis, 1) for axis in axes)
     given, made = (
-        sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes)
+        sum(map(nbytes_of, shapes))
         for shapes in (equation.operand_shapes, equation.result_shapes)
     )
     match equation.primitive.name.removesuffix("_invariant"):
@@ -99,8 +99,7 @@ class _Operand:
 
     def nbytes(self, share: Sequence[float]) -> int:
         assert self.value is not None
-        whole = math.prod(self.value.shape) * self.value.dtype.itemsize
-        return int(whole * math.prod(share))
+        return int(nbytes_of(self.value) * math.prod(share))
 
 
 def _products(graph: Graph, node: Node) -> Iterator[tuple[_Operand, _Operand]]:

@@ -67,8 +67,8 @@ def compile_within(
     budget: Budget,
     build: Callable[[Program], Any],
     scratch: Sequence[int],
-    first: tuple[int, int] | None = None,
-    refinable: Set[str] = frozenset(),
+    first: tuple[int, int] | None,
+    refinable: Set[str],
 ) -> Fitted:
     """A plan whose compiled step needs at most the budget.
 
@@ -285,9 +285,7 @@ def as_allocated(
     here = here.union(graph.returned, graph.references)
     values = tuple(
         dataclasses.replace(
-            value,
-            nbytes=int(nbytes[v]),
-            pageable=value.pageable and v not in here,
+            value, nbytes=int(nbytes[v]), pageable=value.pageable and v not in here
         )
         for v, value in enumerate(graph.values)
     )

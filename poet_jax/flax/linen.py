@@ -25,12 +25,7 @@ from poet_jax.flax.losses import (
     explained,
     scalar_and_aux,
 )
-from poet_jax.flax.microbatches import (
-    Microbatches,
-    Steps,
-    gradients,
-    refuse_statistics,
-)
+from poet_jax.flax.microbatches import Microbatches, Steps, gradients, refuse_statistics
 from poet_jax.stores.store import Store
 from poet_jax.update.items import ArrayStep
 from poet_jax.update.part import EVERYTHING, Part

@@ -1,7 +1,6 @@
 """Defaults and checks that both Flax front ends share."""
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from poet_jax.core.equation import nbytes_of
 from poet_jax.core.errors import BudgetTooSmall, CannotTrace
 from poet_jax.core.units import format_bytes
 
@@ -37,8 +37,7 @@ def explained(
         error.add_note(LOSS_FN)
         raise
     except BudgetTooSmall as error:
-        leaves = jax.tree.leaves(trained())
-        state = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
+        state = sum(map(nbytes_of, jax.tree.leaves(trained())))
         more = []
         if trains_all:
             part = "update= to train a part of the parameters"
@@ -54,7 +53,7 @@ def explained(
         raise error.but(remedies=(budget, *more, *others)) from error
 
 
-def donatable(state: Any, rest: Any = ()) -> Any:
+def donatable(state: Any, rest: Any) -> Any:
     """`state` with copies of arrays that it holds twice or shares with `rest`.
 
     An array can be donated only once, but clones of an nnx module, and optimizers that

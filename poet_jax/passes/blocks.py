@@ -10,15 +10,15 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from poet_jax.core.equation import Equation, Literal
 from poet_jax.core.graph import Graph, Node
 from poet_jax.core.stack import Cut
-from poet_jax.core.trace import without_dead_code
 from poet_jax.passes.rewriter import require_single_equations
-from poet_jax.passes.splicing import REDUCTIONS, Splicer
+from poet_jax.passes.splicing import REDUCTIONS, Cutter
 from poet_jax.passes.streaming import ELEMENTWISE
 
 # The pass leaves smaller values alone, and those that are one of many, which the
@@ -272,7 +272,7 @@ def _of_block(equation: Equation, way: _Way, size: int) -> Equation:
     return dataclasses.replace(equation, params=params)
 
 
-class _Blocks(Splicer):
+class _Blocks(Cutter):
     def __init__(self, graph: Graph, seeds: Sequence[int], axis: int, blocks: int):
         super().__init__(graph)
         self.seeds, self.axis = set(seeds), axis
@@ -280,39 +280,13 @@ class _Blocks(Splicer):
         self.bounds = Cut.of(self.length, blocks).bounds
         # Bytes of a block: values as large as that are not kept whole.
         self.least = graph.values[seeds[0]].nbytes // len(self.bounds)
-        # Values in blocks: along which axis, and the blocks.
-        self.split: dict[Any, tuple[int | None, list[int]]] = {}
-        self.postponed: dict[Any, Node] = {}  # makers of values not needed so far
-        self.instead: dict[Any, int] = {}  # values by what they are now
+        self.along: dict[Any, int] = {}  # of each value in blocks, the axis
         self.slices: dict[tuple[int, int, int], int] = {}
         self.block: dict[int, int] = {}  # of each new node of a block, its number
 
-    def result(self) -> Graph:
-        for node in self.graph.nodes:
-            self.visit(node)
-        outputs = tuple(self.whole(v) for v in self.graph.outputs)
-        landing = {self.whole(v): x for v, x in self.graph.landing.items()}
-        stacks = {
-            v: dataclasses.replace(x, values=tuple(map(self.whole, x.values)))
-            for v, x in self.graph.stacks.items()
-        }
-        return without_dead_code(
-            dataclasses.replace(
-                self.graph,
-                values=tuple(self.values),
-                nodes=tuple(self.ordered()),
-                outputs=outputs,
-                constants=self.constants,
-                landing=landing,
-                stacks=stacks,
-            )
-        )
-
     def visit(self, node: Node) -> None:
         (equation,) = node.equations
-        axes = [
-            self.split[x][0] if x in self.split else None for x in equation.operands
-        ]
+        axes = [self.along.get(x) for x in equation.operands]
         way = None
         if node.repeatable and len(node.writes) == 1:
             if any(a is not None for a in axes):
@@ -344,24 +318,8 @@ class _Blocks(Splicer):
             for v in node.reads
         )
 
-    def emit(self, node: Node) -> None:
-        names = {v: self.whole(v) for v in node.reads}
-        equations = [e.renamed(names) for e in node.equations]
-        self.nodes.append(Node.of(node.name, equations, node.writes, node.backward))
-
-    def whole(self, value: Any) -> int:
-        """What a value is now, which is made if it is not there as a whole."""
-        value = self.instead.get(value, value)
-        if value in self.postponed:
-            self.emit(self.postponed.pop(value))
-        elif value in self.split:
-            axis, blocks = self.split[value]
-            name = self.values[value].name
-            (self.instead[value],) = self.add(
-                name, False, lambda *x: jnp.concatenate(x, axis), blocks
-            )
-            return self.instead[value]
-        return value
+    def joined(self, value: Any, pieces: Sequence[jax.Array]) -> jax.Array:
+        return jnp.concatenate(pieces, self.along[value])
 
     def part(self, value: Any, axis: int, number: int) -> int:
         """A block of a value along an axis."""
@@ -370,8 +328,8 @@ class _Blocks(Splicer):
             if (way := _pulled(node.equations[0], axis)) is not None:
                 del self.postponed[value]
                 return self.cut(node, way)[number]
-        if value in self.split and self.split[value][0] == axis:
-            return self.split[value][1][number]
+        if self.along.get(value) == axis:
+            return self.split[value][number]
         whole = self.whole(value)
         key = whole, axis, number
         if key not in self.slices:
@@ -408,7 +366,7 @@ class _Blocks(Splicer):
                     key=(equation, stop - start),
                 )
         if way.result is not None:
-            self.split[value] = way.result, results
+            self.split[value], self.along[value] = results, way.result
             return results
         combine = _COMBINE[equation.primitive.name]
         total, *others = results

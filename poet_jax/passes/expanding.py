@@ -8,8 +8,9 @@ decoding, but keep-all would hold every decoded kernel at the end of the forward
 import dataclasses
 
 from poet_jax.core.equation import Inner, Name
-from poet_jax.core.graph import Graph, Node, with_nodes
-from poet_jax.passes.grouping import HEAVY, TINY_BYTES
+from poet_jax.core.graph import Graph, Node
+from poet_jax.core.rebuilding import with_nodes
+from poet_jax.passes.grouping import TINY_BYTES, is_light
 
 EXPANDED = 2  # times the bytes that are read
 
@@ -23,7 +24,6 @@ def expand_at_use(graph: Graph) -> Graph:
     rematerialised.
     """
     values, nodes = list(graph.values), []
-    is_changed = False
     for number, node in enumerate(graph.nodes):
         names: dict[Name, int] = {}
         for value in node.reads:
@@ -34,22 +34,19 @@ def expand_at_use(graph: Graph) -> Graph:
                 names[value] = len(values)
                 values.append(values[value])
                 nodes.append(_copy(graph.nodes[maker], names[value], node.backward))
-                is_changed = True
-        nodes.append(_reading(node, names) if names else node)
-    if not is_changed:
+        nodes.append(node.renamed(names))
+    if len(values) == len(graph.values):
         return graph
     return with_nodes(dataclasses.replace(graph, values=tuple(values)), nodes)
 
 
 def _expands(graph: Graph, node: Node) -> bool:
     """Whether a node makes one large value of arguments and constants, in loops."""
-    if len(node.writes) > 1 or not node.repeatable or not node.equations:
+    if len(node.writes) > 1 or not is_light(node):
         return False
     if not graph.producer.keys().isdisjoint(node.reads):
         return False
     if graph.leaving.intersection(node.writes):
-        return False
-    if any(e.primitive.name in HEAVY or e.inner or e.lowering for e in node.equations):
         return False
     made, read = (
         sum(graph.values[v].nbytes for v in some) for some in (node.writes, node.reads)
@@ -63,10 +60,4 @@ def _copy(node: Node, written: int, backward: bool) -> Node:
         x: Inner() for equation in node.equations for x in equation.results
     }
     names[node.writes[0]] = written
-    equations = [equation.renamed(names) for equation in node.equations]
-    return Node.of(node.name, equations, (written,), backward)
-
-
-def _reading(node: Node, names: dict[Name, int]) -> Node:
-    equations = [equation.renamed(names) for equation in node.equations]
-    return Node.of(node.name, equations, node.writes, node.backward)
+    return dataclasses.replace(node.renamed(names), backward=backward)

@@ -27,7 +27,8 @@ import heapq
 from collections.abc import Iterable
 
 from poet_jax.core.equation import Equation
-from poet_jax.core.graph import Graph, Node, with_nodes
+from poet_jax.core.graph import Graph, Node
+from poet_jax.core.rebuilding import with_nodes
 
 TINY_BYTES = 4096
 
@@ -49,6 +50,13 @@ def is_heavy(node: Node) -> bool:
     (equation,) = node.equations
     heavy = equation.primitive.name in HEAVY or bool(equation.inner)
     return heavy or not node.repeatable
+
+
+def is_light(node: Node) -> bool:
+    """Whether XLA computes a node, of any number of equations, in loops."""
+    return bool(node.equations and node.repeatable) and not any(
+        e.primitive.name in HEAVY or e.inner or e.lowering for e in node.equations
+    )
 
 
 @dataclasses.dataclass(eq=False)
@@ -299,12 +307,7 @@ class _Coarsener:
         own = [n for n in members if n not in self.turned]
         main = nodes[own[-1]]
         extra = f"+{len(own) - 1}" if len(own) > 1 else ""
-        return Node.of(
-            main.name + extra,
-            equations.values(),
-            writes,
-            main.backward,
-        )
+        return Node.of(main.name + extra, equations.values(), writes, main.backward)
 
 
 def can_turn(equation: Equation) -> bool:

@@ -16,9 +16,10 @@ from typing import Any
 
 import jax
 
-from poet_jax.core.equation import Equation, Inner, Literal, Name
-from poet_jax.core.graph import Graph, Node, Value, with_nodes
-from poet_jax.passes.grouping import HEAVY, TINY_BYTES
+from poet_jax.core.equation import Equation, Inner, Literal, Name, nbytes_of
+from poet_jax.core.graph import Graph, Node, Value
+from poet_jax.core.rebuilding import with_nodes
+from poet_jax.passes.grouping import TINY_BYTES, is_light
 
 
 def inline_cheap(graph: Graph) -> Graph:
@@ -75,7 +76,7 @@ class _Recomputer:
     def visit(self, number: int) -> None:
         """Let backward nodes compute what they read of a light forward node."""
         node = self.nodes[number]
-        if number in self.late or not self.is_light(number):
+        if number in self.late or not is_light(node):
             return
         kinds = _kinds(node.equations)
         moved = self.moved(node, kinds)
@@ -109,7 +110,7 @@ class _Recomputer:
 
         def of(values: list[int]) -> tuple[int, _Moved]:
             moved = self.moving(node, values)
-            kept_bytes = sum(_nbytes(kinds[x]) for x in moved.read)
+            kept_bytes = sum(nbytes_of(kinds[x]) for x in moved.read)
             left = (v for v in candidates if v not in values)
             return kept_bytes + sum(self.values[v].nbytes for v in left), moved
 
@@ -137,7 +138,7 @@ class _Recomputer:
         number = len(self.values)
         name = f"{node.name}:{number}"
         weak_type = bool(getattr(kind, "weak_type", False))
-        value = Value(name, _nbytes(kind), kind.shape, kind.dtype, weak_type)
+        value = Value(name, nbytes_of(kind), kind.shape, kind.dtype, weak_type)
         self.values.append(value)
         self.readers.append(set())
         return number
@@ -155,13 +156,6 @@ class _Recomputer:
         self.nodes[number] = new
         self.is_changed = True
 
-    def is_light(self, number: int) -> bool:
-        """Whether XLA computes it in loops."""
-        node = self.nodes[number]
-        return bool(node.equations and node.repeatable) and not any(
-            e.primitive.name in HEAVY or e.inner or e.lowering for e in node.equations
-        )
-
     def late_readers(self, value: int) -> set[int]:
         return self.readers[value] & self.late
 
@@ -178,7 +172,7 @@ class _Recomputer:
             self.values[value].nbytes > TINY_BYTES
             and value not in self.graph.leaving
             and bool(readers)
-            and all(map(self.is_light, readers))
+            and all(is_light(self.nodes[number]) for number in readers)
         )
 
 
@@ -191,10 +185,6 @@ def _late(graph: Graph) -> set[int]:
             late.add(number)
             made.update(node.writes)
     return late
-
-
-def _nbytes(kind: Any) -> int:
-    return kind.size * kind.dtype.itemsize
 
 
 def _kinds(equations: Iterable[Equation]) -> dict[Any, jax.ShapeDtypeStruct]:

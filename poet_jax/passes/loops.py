@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -17,13 +17,14 @@ import jax.extend.core as jex_core
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax.core.equation import Equation, Literal, unrolled
+from poet_jax.core.equation import Equation, Literal, nbytes_of, unrolled
 from poet_jax.core.graph import Graph, Node
+from poet_jax.core.rebuilding import without_dead_code
 from poet_jax.core.stack import Cut, Stack
-from poet_jax.core.trace import trace_part, without_dead_code
+from poet_jax.core.trace import trace_part
 from poet_jax.passes.grouping import TINY_BYTES
 from poet_jax.passes.rewriter import require_single_equations
-from poet_jax.passes.splicing import REDUCTIONS, Splicer
+from poet_jax.passes.splicing import REDUCTIONS, Cutter
 from poet_jax.passes.streaming import ELEMENTWISE
 
 # Loops with more equations in all iterations, or more than twice as many iterations as
@@ -109,12 +110,12 @@ class _Loop:
     @property
     def carry_bytes(self) -> int:
         """Of what one iteration gives the next."""
-        return _nbytes(self.equation.result_shapes[: len(self.final)])
+        return sum(map(nbytes_of, self.equation.result_shapes[: len(self.final)]))
 
     @property
     def row_bytes(self) -> int:
         """Of all rows that are written."""
-        return _nbytes(self.equation.result_shapes[len(self.final) :])
+        return sum(map(nbytes_of, self.equation.result_shapes[len(self.final) :]))
 
     @property
     def nbytes(self) -> int:
@@ -123,7 +124,7 @@ class _Loop:
         made = [x for equation in equations for x in equation.result_shapes]
         first = len(self.consts) + len(self.carry)
         read = self.equation.operand_shapes[first:]
-        return _nbytes([*read, *made]) + self.row_bytes
+        return sum(map(nbytes_of, [*read, *made])) + self.row_bytes
 
     def piece(self, rows: int | None) -> Graph:
         """An iteration, or a loop over `rows` of them: of constants, carry and rows,
@@ -160,15 +161,8 @@ class _Loop:
         return trace_part(loop, *avals)
 
 
-def _nbytes(shapes: Iterable[jax.ShapeDtypeStruct]) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in shapes)
-
-
 def _cuts(
-    graph: Graph,
-    most_equations: int,
-    most_pieces: int | None,
-    pieces: Collection[int],
+    graph: Graph, most_equations: int, most_pieces: int | None, pieces: Collection[int]
 ) -> dict[int, Cut]:
     """How loops are cut, by their length."""
     limit = most_pieces or MOST_PIECES
@@ -200,14 +194,11 @@ def _square_root(loops: Sequence[_Loop]) -> int:
     return max(2, round(math.sqrt(rows / max(1, carry))))
 
 
-class _Unroller(Splicer):
+class _Unroller(Cutter):
     def __init__(self, graph: Graph, cuts: dict[int, Cut], loops: set[int]):
         super().__init__(graph)
         self.cuts = cuts
         self.loops = loops  # pieces that are loops, by the identity of parameters
-        self.instead: dict[Any, Any] = {}  # values by what they are now
-        self.split: dict[Any, list[Any]] = {}  # values that are made in pieces
-        self.postponed: dict[Any, Node] = {}  # makers of values not needed so far
         self.slices: dict[int, dict[int, int]] = {}  # pieces of what is whole
         self.needed: set[int] = set()  # of what is whole, that which is read so
         self.may_be_pieces = {
@@ -288,9 +279,7 @@ class _Unroller(Splicer):
                 (made,) = self.add(
                     name, False, functools.partial(cut.piece, number=number), [value]
                 )
-                last = self.nodes.pop()
-                equations = [e.renamed({made: piece}) for e in last.equations]
-                self.nodes.append(Node.of(last.name, equations, [piece]))
+                self.nodes.append(self.nodes.pop().renamed({made: piece}))
         slices, self.nodes = self.nodes, before
         return slices
 
@@ -320,28 +309,13 @@ class _Unroller(Splicer):
         is_elementwise = equation.primitive.name in ELEMENTWISE
         return is_elementwise and all(x in ((), shape) for x in operands)
 
-    def emit(self, node: Node) -> None:
-        names = {v: self.whole(v) for v in node.reads}
-        equations = [e.renamed(names) for e in node.equations]
-        self.nodes.append(Node.of(node.name, equations, node.writes, node.backward))
+    def joined(self, value: Any, pieces: Sequence[jax.Array]) -> jax.Array:
+        return self.cuts[self.values[value].shape[0]].join(pieces)
 
     def whole(self, value: Any) -> Any:
-        """What a value is now, which is made if it is not there as a whole."""
-        value = self.instead.get(value, value)
-        if value in self.postponed:
-            self.emit(self.postponed.pop(value))
-        elif value in self.split:
-            cut = self.cuts[self.values[value].shape[0]]
-            (self.instead[value],) = self.add(
-                self.values[value].name,
-                False,
-                lambda *pieces: cut.join(pieces),
-                self.split[value],
-            )
-            return self.instead[value]
-        else:
-            self.needed.add(value)
-        return value
+        now = super().whole(value)
+        self.needed.add(now)
+        return now
 
     def unroll(self, node: Node, loop: _Loop) -> None:
         """A loop as a chain of pieces."""

@@ -6,7 +6,8 @@ from typing import Any
 
 from poet_jax.core.equation import Equation, Literal
 from poet_jax.core.graph import Graph, Node
-from poet_jax.core.trace import trace, without_dead_code
+from poet_jax.core.rebuilding import without_dead_code
+from poet_jax.core.trace import trace
 
 
 def require_single_equations(graph: Graph) -> None:
@@ -17,6 +18,18 @@ def require_single_equations(graph: Graph) -> None:
             "several. It sees them one by one, before they are grouped. Put it "
             "before group in passes=."
         )
+
+
+def ends(graph: Graph, now: Callable[[int], int]) -> dict[str, Any]:
+    """What leaves a graph, with `now(value)` for each value, as its attributes."""
+    return {
+        "outputs": tuple(map(now, graph.outputs)),
+        "landing": {now(v): place for v, place in graph.landing.items()},
+        "stacks": {
+            v: dataclasses.replace(stack, values=tuple(map(now, stack.values)))
+            for v, stack in graph.stacks.items()
+        },
+    }
 
 
 class Rewriter:
@@ -54,13 +67,8 @@ class Rewriter:
                 self.graph,
                 values=tuple(self.values),
                 nodes=tuple(self._renamed(self.nodes[number]) for number in order),
-                outputs=tuple(map(self._now, self.graph.outputs)),
-                stacks={
-                    v: dataclasses.replace(x, values=tuple(map(self._now, x.values)))
-                    for v, x in self.graph.stacks.items()
-                },
-                landing={self._now(v): x for v, x in self.graph.landing.items()},
                 rewritten=True,
+                **ends(self.graph, self._now),
             )
         )
 
@@ -147,12 +155,7 @@ class Rewriter:
             self.values.append(
                 dataclasses.replace(small.values[written], name=f"{name}.{value}")
             )
-            made = Node.of(
-                name,
-                [equation.renamed(known)],
-                [value],
-                backward,
-            )
+            made = Node.of(name, [equation.renamed(known)], [value], backward)
             self.nodes[number] = made
             self.place[number] = (anchor, number)
             self.producer[value] = number
@@ -181,8 +184,4 @@ class Rewriter:
 
     def _renamed(self, node: Node) -> Node:
         """The node with what it reads now."""
-        names = {v: self._now(v) for v in node.reads if v in self._instead}
-        if not names:
-            return node
-        equations = [e.renamed(names) for e in node.equations]
-        return Node.of(node.name, equations, node.writes, node.backward)
+        return node.renamed({v: self._now(v) for v in node.reads if v in self._instead})

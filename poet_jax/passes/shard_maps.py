@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from poet_jax.core.equation import Equation
 from poet_jax.core.graph import Graph, Node
-from poet_jax.core.trace import trace_body, without_dead_code
+from poet_jax.core.trace import trace_body
 from poet_jax.passes.grouping import group
 from poet_jax.passes.splicing import Splicer
 
@@ -97,45 +97,11 @@ class _Manual:
 
 
 class _Opener(Splicer):
-    def __init__(self, graph: Graph):
-        super().__init__(graph)
-        self.names: dict[Any, Any] = {}  # what results are now
-
-    def result(self) -> Graph:
-        graph = self.graph
-        for node in graph.nodes:
-            if _may_open(node):
-                self.open(node)
-            else:
-                self.nodes.append(self.renamed(node))
-
-        def now(v: int) -> int:
-            return self.names.get(v, v)
-
-        stacks = {
-            v: dataclasses.replace(x, values=tuple(map(now, x.values)))
-            for v, x in graph.stacks.items()
-        }
-        return without_dead_code(
-            dataclasses.replace(
-                graph,
-                values=tuple(self.values),
-                nodes=tuple(self.nodes),
-                outputs=tuple(map(now, graph.outputs)),
-                constants=self.constants,
-                landing={now(v): x for v, x in graph.landing.items()},
-                stacks=stacks,
-            )
-        )
-
-    def renamed(self, node: Node) -> Node:
-        if self.names.keys().isdisjoint(node.reads):
-            return node
-        equations = [equation.renamed(self.names) for equation in node.equations]
-        return Node.of(node.name, equations, node.writes, node.backward)
-
-    def open(self, node: Node) -> None:
-        equation = node.equations[0].renamed(self.names)
+    def visit(self, node: Node) -> None:
+        if not _may_open(node):
+            self.emit(node)
+            return
+        equation = node.equations[0].renamed(self.instead)
         params = equation.params
         manual = _Manual(
             params["mesh"], params["newly_manual_axes"], params["check_vma"]
@@ -170,7 +136,7 @@ class _Opener(Splicer):
             else:
                 known_now = known[v]
                 taken.add(v)
-            self.names[result] = known_now
+            self.instead[result] = known_now
 
     def forms(
         self, body: Graph, manual: _Manual, equation: Equation

@@ -1,14 +1,18 @@
 """A graph that is made anew, node by node, with functions in place of some nodes."""
 
+import abc
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 from jax import lax
 
 from poet_jax.core.equation import Inner, Literal
 from poet_jax.core.graph import Graph, Node, Value
+from poet_jax.core.rebuilding import without_dead_code
 from poet_jax.core.trace import trace_part
+from poet_jax.passes.rewriter import ends
 
 # Operations that combine reductions of pieces into the reduction of the whole.
 REDUCTIONS: dict[str, Callable] = {
@@ -21,12 +25,13 @@ REDUCTIONS: dict[str, Callable] = {
 }
 
 
-class Splicer:
+class Splicer(abc.ABC):
     """What passes that cut nodes into pieces have in common.
 
     Attributes:
       values, constants, nodes: of the new graph, which begins with all values and
         constants of the old one and without nodes.
+      instead: old values by what they are now.
       parts: functions as graphs, and the numbers here of their constants; traced once
         for all pieces of one key.
     """
@@ -36,7 +41,37 @@ class Splicer:
         self.values = list(graph.values)
         self.constants = dict(graph.constants)
         self.nodes: list[Node] = []
+        self.instead: dict[Any, Any] = {}
         self.parts: dict[Any, tuple[Graph, dict[int, int]]] = {}
+
+    def result(self) -> Graph:
+        for node in self.graph.nodes:
+            self.visit(node)
+        return without_dead_code(
+            dataclasses.replace(
+                self.graph,
+                **ends(self.graph, self.whole),
+                values=tuple(self.values),
+                nodes=tuple(self.ordered()),
+                constants=self.constants,
+            )
+        )
+
+    @abc.abstractmethod
+    def visit(self, node: Node) -> None:
+        """Add a node of the old graph, or what stands in its place."""
+
+    def ordered(self) -> Iterable[Node]:
+        """The new graph's nodes, once all of them are there."""
+        return self.nodes
+
+    def whole(self, value: Any) -> Any:
+        """What a value is now."""
+        return self.instead.get(value, value)
+
+    def emit(self, node: Node) -> None:
+        """Add a node as it is, of what it reads now."""
+        self.nodes.append(node.renamed({v: self.whole(v) for v in node.reads}))
 
     def add(
         self,
@@ -46,18 +81,14 @@ class Splicer:
         operands: Sequence[Any],
         key: tuple = (),
     ) -> list[Any]:
-        """Values of `fun(*operands)`; functions of one `key` are the same."""
+        """Values of `fun(*operands)`; functions of one `key`, if any, are the same."""
         if not key or key not in self.parts:
             avals = [
                 x.value if isinstance(x, Literal) else self.values[x].aval
                 for x in operands
             ]
-            part = trace_part(fun, *avals), {}
-            if key:
-                self.parts[key] = part
-        else:
-            part = self.parts[key]
-        return self.splice(part, operands, name, backward)
+            self.parts[key] = trace_part(fun, *avals), {}
+        return self.splice(self.parts[key], operands, name, backward)
 
     def splice(
         self,
@@ -98,3 +129,36 @@ class Splicer:
         number = len(self.values)
         self.values.append(dataclasses.replace(value, name=f"{name}.{number}"))
         return number
+
+
+class Cutter(Splicer):
+    """A `Splicer` whose values may be in pieces.
+
+    Attributes:
+      split: pieces of values that are made in pieces.
+      postponed: nodes that make what is not needed so far.
+    """
+
+    def __init__(self, graph: Graph):
+        super().__init__(graph)
+        self.split: dict[Any, list[Any]] = {}
+        self.postponed: dict[Any, Node] = {}
+
+    @abc.abstractmethod
+    def joined(self, value: Any, pieces: Sequence[jax.Array]) -> jax.Array:
+        """A value of `split` as a whole, of its pieces."""
+
+    def whole(self, value: Any) -> Any:
+        """What a value is now, which is made if it is not there as a whole."""
+        value = super().whole(value)
+        if value in self.postponed:
+            self.emit(self.postponed.pop(value))
+        elif value in self.split:
+            (self.instead[value],) = self.add(
+                self.values[value].name,
+                False,
+                lambda *pieces: self.joined(value, pieces),
+                self.split[value],
+            )
+            return self.instead[value]
+        return value

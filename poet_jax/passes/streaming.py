@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from poet_jax.core.equation import Equation, Literal, Name
-from poet_jax.core.graph import Graph, Node, Place, body
+from poet_jax.core.graph import Graph, Node, Place
+from poet_jax.core.rebuilding import body
 from poet_jax.core.trace import trace
 from poet_jax.stores.paged import row_blocks
 

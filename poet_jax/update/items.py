@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from poet_jax.api.schedule import Schedule, make_schedule
+from poet_jax.api.planning import make_schedule
+from poet_jax.api.schedule import Schedule
 from poet_jax.api.transform import Scheduled
 from poet_jax.core.costs import Costs
-from poet_jax.core.graph import Graph, with_nodes
+from poet_jax.core.graph import Graph
 from poet_jax.core.plan import parse_budget
-from poet_jax.core.trace import without_dead_code
+from poet_jax.core.rebuilding import with_nodes, without_dead_code
 from poet_jax.planners.milp.choice import Choice
 from poet_jax.planners.planner import keep_everything
 from poet_jax.update.part import Part, named
@@ -116,6 +117,19 @@ class Items:
 
     def names(self, chosen: Iterable[int]) -> tuple[str, ...]:
         return tuple(self._patterns[k] for k in sorted(chosen))
+
+    def least_worth(self, chosen: frozenset[int]) -> int:
+        """Of these items that of least gain per second of nodes that it alone needs."""
+
+        def worth(item: int) -> float:
+            own = [
+                n
+                for n, users in enumerate(self.choice.nodes)
+                if users is not None and users & chosen == {item}
+            ]
+            return self.gains[item] / max(float(self.costs.seconds[own].sum()), 1e-12)
+
+        return min(sorted(chosen), key=worth)
 
     def update(self, chosen: Iterable[int]) -> Update:
         """The scheme that trains the chosen items, and all patterns not searched."""

@@ -131,10 +131,7 @@ def contributions(
 
 
 def search(
-    step: Any,
-    *args: Any,
-    gains: Mapping[str, float],
-    time_limit_seconds: float = 300.0,
+    step: Any, *args: Any, gains: Mapping[str, float], time_limit_seconds: float = 300.0
 ) -> Found:
     """Choose the items of most gain that can be trained within the step's budget.
 
@@ -158,7 +155,7 @@ def search(
     arrays = step.array_step(*args)
     planner = MilpPlanner(solver=BasePlanner.of(arrays.scheduled.planner).solver)
     items = Items(arrays, gains)
-    graph, costs, choice = items.graph, items.costs, items.choice
+    graph, costs = items.graph, items.costs
     cuts = summits(stage_bytes(graph, costs), CUTS)
     refused: list[frozenset[int]] = []
 
@@ -167,7 +164,7 @@ def search(
 
     def proposed(least: float) -> tuple[frozenset[int] | None, float]:
         """(items that gain `least` and fit by the program, a bound on any gain)."""
-        program = Cuts(graph, costs, items.budget, planner, cuts, choice=choice)
+        program = Cuts(graph, costs, items.budget, planner, cuts, choice=items.choice)
         assert program.chosen is not None
         y = program.chosen.items
         for chosen in refused:  # (14) supersets need no less memory
@@ -179,19 +176,6 @@ def search(
         if solution.values is None:
             return None, least if solution.infeasible else limit
         return frozenset(k for k in items.all if solution.values[y[k].idx] > 0.5), limit
-
-    def least_worth(chosen: frozenset[int]) -> int:
-        """The item of least gain per second of nodes that it alone needs."""
-
-        def worth(item: int) -> float:
-            own = [
-                n
-                for n, users in enumerate(choice.nodes)
-                if users is not None and users & chosen == {item}
-            ]
-            return items.gains[item] / max(float(costs.seconds[own].sum()), 1e-12)
-
-        return min(sorted(chosen), key=worth)
 
     best: frozenset[int] = frozenset()
     schedule: Schedule | None = None
@@ -218,5 +202,5 @@ def search(
                 is_proven &= error.least_bytes > items.budget.memory_bytes
                 logger.info("do not fit together: %s", ", ".join(items.names(chosen)))
                 refused.append(chosen)
-                chosen -= {least_worth(chosen)}
+                chosen -= {items.least_worth(chosen)}
     return Found.of(items, best, schedule, bound, planned)

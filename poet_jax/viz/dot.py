@@ -6,8 +6,7 @@ import pathlib
 import shutil
 import subprocess
 
-from poet_jax.core.costs import Costs
-from poet_jax.core.program import Program
+from poet_jax.core.planned import Planned
 from poet_jax.core.units import format_bytes, format_joules, format_seconds
 from poet_jax.viz.figures import COLOURS, LABELS
 from poet_jax.viz.table import decisions
@@ -19,13 +18,13 @@ CURVED = 300  # in graphs of more nodes, arrows that bend take minutes to lay ou
 STYLES = {"argument": "solid", "keep": "solid", "remat": "dotted", "page": "dashed"}
 
 
-def to_dot(program: Program, costs: Costs) -> str:
-    """The graph of `program` as DOT: a box for each node, an arrow for each read.
+def to_dot(planned: Planned) -> str:
+    """The graph as DOT: a box for each node, an arrow for each read.
 
     An arrow is drawn as the value that is read was decided for: kept ones solid,
     rematerialised ones dotted, paged ones dashed. A box says how often its node runs.
     """
-    graph = program.graph
+    program, costs, graph = planned.program, planned.costs, planned.program.graph
     given = (*graph.initial, *graph.stored)
     kinds = dict.fromkeys(given, "argument") | decisions(program)
     styles = ", ".join(f"{LABELS[k]} {STYLES[k]}" for k in ("keep", "remat", "page"))
@@ -75,12 +74,12 @@ def to_dot(program: Program, costs: Costs) -> str:
     return "\n".join([*lines, "}\n"])
 
 
-def write_dot(path: str | os.PathLike, program: Program, costs: Costs) -> None:
+def write_dot(path: str | os.PathLike, planned: Planned) -> None:
     """Write `to_dot` to `path`; .svg, .png and .pdf are drawn by Graphviz's `dot`.
 
     Raises FileNotFoundError if a drawing is asked for and `dot` is not installed.
     """
-    path, text = pathlib.Path(path), to_dot(program, costs)
+    path, text = pathlib.Path(path), to_dot(planned)
     if path.suffix not in DRAWN:
         path.write_text(text)
         return

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from poet_jax.core.costs import Costs
 from poet_jax.core.graph import Graph
-from poet_jax.core.plan import Budget, PageIn, PageOut, Plan
-from poet_jax.core.program import Program, Run, lower
-from poet_jax.core.simulate import Usage
+from poet_jax.core.plan import PageIn, PageOut, Plan
+from poet_jax.core.planned import Planned
+from poet_jax.core.program import Run, lower
 from poet_jax.core.units import format_bytes, format_joules, format_seconds
 from poet_jax.viz.matrices import Matrices, matrices
 from poet_jax.viz.table import decisions
@@ -89,26 +88,21 @@ def _unit(most: float, units: dict[str, float]) -> tuple[float, str]:
 STEP_HEIGHT = 4.4  # inches
 
 
-def draw_step(
-    figure: Any,
-    costs: Costs,
-    budget: Budget,
-    program: Program,
-    usage: Usage,
-    base: Usage,
-) -> None:
+def draw_step(figure: Any, planned: Planned) -> None:
     """Live bytes over the planned step, what fills them, and the two lanes.
 
-    `program` is what runs: of nodes that are fused into one executable, results that
-    never leave it are part of its workspace.
+    Of nodes that are fused into one executable, results that never leave it are part of
+    its workspace.
     """
+    program, usage, base = planned.program, planned.usage, planned.baseline
+    budget_bytes = planned.budget.memory_bytes
     most = max(base.peak_bytes, usage.peak_bytes)
     size, size_name = _unit(
         most, {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}
     )
     second, second_name = _unit(usage.seconds, {"s": 1.0, "ms": 1e-3, "us": 1e-6})
     memory, lanes = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
-    line = timeline(program, usage.start_seconds, usage.stop_seconds, usage.live_bytes)
+    line = timeline(planned)
     workspace = line.live_bytes - sum(line.layers.values())
     memory.stackplot(
         line.seconds / second,
@@ -126,10 +120,10 @@ def draw_step(
         linewidth=0.6,
     )
     memory.axhline(
-        budget.memory_bytes / size,
+        budget_bytes / size,
         color="#D55E00",
         linestyle="--",
-        label=f"budget, {format_bytes(budget.memory_bytes)}",
+        label=f"budget, {format_bytes(budget_bytes)}",
     )
     memory.axhline(
         base.peak_bytes / size,
@@ -247,9 +241,9 @@ def _runs(present: np.ndarray) -> zip:
     return zip(edges[::2], edges[1::2], strict=True)
 
 
-def inline_svg(*schedule: Any) -> str:
+def inline_svg(planned: Planned) -> str:
     """`draw_step`'s figure as an SVG element for HTML."""
-    return as_svg(STEP_HEIGHT, lambda figure: draw_step(figure, *schedule))
+    return as_svg(STEP_HEIGHT, lambda figure: draw_step(figure, planned))
 
 
 def as_svg(height: float, draw: Callable[[Any], None]) -> str:

@@ -3,15 +3,12 @@
 import contextlib
 import html
 import os
+import pathlib
 from collections.abc import Iterable
-from typing import Any
 
-from poet_jax.core.costs import Costs
 from poet_jax.core.graph import Value
-from poet_jax.core.plan import Budget, Plan
-from poet_jax.core.program import Program
+from poet_jax.core.planned import Planned
 from poet_jax.core.representation import TOP, html_table
-from poet_jax.core.simulate import Usage
 from poet_jax.core.units import format_bytes, format_joules, format_seconds
 from poet_jax.viz.figures import LABELS, inline_svg
 from poet_jax.viz.reasons import ESTIMATE, Reason, reasons
@@ -92,30 +89,21 @@ document.querySelectorAll("#values th").forEach((head, column) => {
 """
 
 
-def summary(
-    costs: Costs,
-    budget: Budget,
-    plan: Plan,
-    program: Program,
-    usage: Usage,
-    baseline: Usage,
-    compiled_bytes: int | None,
-    compilations: int,
-) -> str:
+def summary(planned: Planned, compiled_bytes: int | None, compilations: int) -> str:
     """A part of a page: what is used, the step's figure, and the largest values.
 
     Without matplotlib there is no figure.
     """
     head = ("", "keep-all", "this plan", "change")
-    lines = remarks(budget, plan, program, baseline, compiled_bytes, compilations)
+    lines = remarks(planned, compiled_bytes, compilations)
     parts = [
-        f"<p><b>{html.escape(title(program.graph, budget))}</b></p>",
-        html_table(head, comparison(usage, baseline)),
+        f"<p><b>{html.escape(title(planned))}</b></p>",
+        html_table(head, comparison(planned.usage, planned.baseline)),
         *(f"<p>{html.escape(line)}</p>" for line in lines),
     ]
     with contextlib.suppress(ImportError):
-        parts.append(inline_svg(costs, budget, program, usage, baseline))
-    about = sorted(reasons(program.graph, costs, plan), key=lambda x: -x.nbytes)
+        parts.append(inline_svg(planned))
+    about = _largest_first(planned)
     rows = [
         (x.name, x.decision, format_bytes(x.nbytes), format_seconds(x.resident_seconds))
         for x in about[:TOP]
@@ -123,31 +111,19 @@ def summary(
     return "".join((*parts, html_table(("value", "decision", "size", "in RAM"), rows)))
 
 
-def report(
-    costs: Costs,
-    budget: Budget,
-    plan: Plan,
-    program: Program,
-    usage: Usage,
-    baseline: Usage,
-) -> str:
+def report(planned: Planned) -> str:
     """The page: a summary, the step's figure, and a row for each value.
 
     Rows can be searched, and sorted by any column. Needs matplotlib, as
     `Schedule.plot`.
     """
-    about = sorted(
-        reasons(program.graph, costs, plan), key=lambda x: (-x.nbytes, x.value)
-    )
+    about = _largest_first(planned)
     summary = "".join(
         _row([(label, ""), (before, "number"), (after, "number"), (change, "number")])
-        for label, before, after, change in comparison(usage, baseline)
+        for label, before, after, change in comparison(planned.usage, planned.baseline)
     )
-    lines = "".join(
-        f"<li>{html.escape(line)}</li>"
-        for line in remarks(budget, plan, program, baseline)
-    )
-    values = program.graph.values
+    lines = "".join(f"<li>{html.escape(line)}</li>" for line in remarks(planned))
+    head, values = html.escape(title(planned)), planned.graph.values
     rows = "".join(_value(x, values[x.value]) for x in about)
     heads = "".join(
         f"<th{' class=number' * (2 <= n <= 5)}><button>{name}</button></th>"
@@ -158,17 +134,17 @@ def report(
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>poet_jax: {html.escape(title(program.graph, budget))}</title>
+<title>poet_jax: {head}</title>
 <style>{STYLE}</style>
 </head>
 <body>
-<h1>{html.escape(title(program.graph, budget))}</h1>
+<h1>{head}</h1>
 <table><thead><tr><th></th><th class="number">keep-all</th>
 <th class="number">this plan</th><th class="number">change</th></tr></thead>
 <tbody>{summary}</tbody></table>
 <ul>{lines}</ul>
 <h2>The step, as planned</h2>
-<figure>{inline_svg(costs, budget, program, usage, baseline)}</figure>
+<figure>{inline_svg(planned)}</figure>
 <h2>Values: <span id="count">{len(about)}</span> of {len(about)}</h2>
 <p>{html.escape(ESTIMATE)} Time and energy are what was decided costs; the repeats of a
 node are in the row of each of its results.</p>
@@ -182,11 +158,14 @@ aria-label="Search the values"></p>
 """
 
 
-def write_report(path: str | os.PathLike, *schedule: Any) -> None:
-    """Write `report(*schedule)` to `path`."""
-    text = report(*schedule)
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
+def write_report(path: str | os.PathLike, planned: Planned) -> None:
+    """Write `report(planned)` to `path`."""
+    pathlib.Path(path).write_text(report(planned), encoding="utf-8")
+
+
+def _largest_first(planned: Planned) -> list[Reason]:
+    found = reasons(planned.program.graph, planned.costs, planned.plan)
+    return sorted(found, key=lambda x: (-x.nbytes, x.value))
 
 
 def _value(x: Reason, value: Value) -> str:

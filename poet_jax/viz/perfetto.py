@@ -2,14 +2,14 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from poet_jax.core.costs import Costs
 from poet_jax.core.plan import Free, PageIn, PageOut
-from poet_jax.core.program import Program
+from poet_jax.core.planned import Planned
 from poet_jax.core.simulate import Usage
 from poet_jax.emit.executor import Run, Span
 from poet_jax.viz.figures import LABELS
@@ -22,9 +22,7 @@ COMPUTE, STORAGE = 1, 2  # threads
 Event = dict[str, Any]
 
 
-def trace_events(
-    program: Program, costs: Costs, usage: Usage, run: Run | None = None
-) -> list[Event]:
+def trace_events(planned: Planned, run: Run | None = None) -> list[Event]:
     """The planned step as process 1 and `run` as process 2, in trace-event format.
 
     The planned one has a slice for every compute and every transfer, on two threads,
@@ -32,12 +30,11 @@ def trace_events(
     run's spans, and its compiled bytes; without traced stages the step is one slice.
     The format is that of Chrome's tracing: times in microseconds.
     """
-    start, stop = usage.start_seconds, usage.stop_seconds
     events = [
         *_process(PLANNED, "planned"),
-        *_slices(PLANNED, program, costs, start, stop, usage.instruction_joules),
-        *_live(PLANNED, program, start, stop, usage.live_bytes),
-        *_energy(costs, usage),
+        *_slices(planned),
+        *_live(planned),
+        *_energy(planned.costs, planned.usage),
     ]
     if run is None:
         return events
@@ -54,15 +51,9 @@ def trace_events(
     return events
 
 
-def write_trace(
-    path: str | os.PathLike,
-    program: Program,
-    costs: Costs,
-    usage: Usage,
-    run: Run | None = None,
-) -> None:
+def write_trace(path: str | os.PathLike, planned: Planned, run: Run | None) -> None:
     """Write `trace_events` to `path`, as JSON."""
-    events = trace_events(program, costs, usage, run)
+    events = trace_events(planned, run)
     with open(path, "w") as file:
         json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
 
@@ -76,28 +67,19 @@ def _process(pid: int, name: str) -> Iterator[Event]:
         yield about | {"name": f"{kind}_sort_index", "args": order}
 
 
-def _slices(
-    pid: int,
-    program: Program,
-    costs: Costs,
-    start_seconds: Sequence[float] | np.ndarray,
-    stop_seconds: Sequence[float] | np.ndarray,
-    joules: np.ndarray | None = None,
-) -> Iterator[Event]:
+def _slices(planned: Planned) -> Iterator[Event]:
+    program, costs, usage = planned.program, planned.costs, planned.usage
     graph, made = program.graph, decisions(program)
     seen: set[int] = set()
-    times = zip(start_seconds, stop_seconds, strict=True)
-    for row, (x, (start, stop)) in enumerate(
-        zip(program.instructions, times, strict=True)
-    ):
+    for row, x in enumerate(program.instructions):
+        start, stop = usage.start_seconds[row], usage.stop_seconds[row]
         about: dict[str, Any] = {"instruction": row}
-        if joules is not None:
-            about["joules (modelled)"] = float(joules[row])
+        about["joules (modelled)"] = float(usage.instruction_joules[row])
         if isinstance(x, PageIn | PageOut):
             value = graph.values[x.value]
             word = "page in" if isinstance(x, PageIn) else "page out"
             about["bytes"] = int(costs.nbytes[x.value])
-            yield _slice(pid, STORAGE, f"{word} {value.name}", start, stop, about)
+            yield _slice(PLANNED, STORAGE, f"{word} {value.name}", start, stop, about)
         elif not isinstance(x, Free):
             (number,) = x.nodes
             again = number in seen
@@ -110,13 +92,13 @@ def _slices(
                 "workspace bytes": int(costs.workspace_bytes[number]),
             }
             name = graph.nodes[number].name + " (again)" * again
-            yield _slice(pid, COMPUTE, name, start, stop, about)
+            yield _slice(PLANNED, COMPUTE, name, start, stop, about)
 
 
-def _live(pid: int, program: Program, *measured: Any) -> Iterator[Event]:
-    line = timeline(program, *measured)
+def _live(planned: Planned) -> Iterator[Event]:
+    line = timeline(planned)
     for seconds, live in zip(line.seconds, line.live_bytes, strict=True):
-        yield _counter(pid, "live bytes", seconds, {"bytes": int(live)})
+        yield _counter(PLANNED, "live bytes", seconds, {"bytes": int(live)})
 
 
 def _energy(costs: Costs, usage: Usage) -> Iterator[Event]:

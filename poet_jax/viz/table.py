@@ -4,7 +4,8 @@ from collections import Counter
 
 from poet_jax.core.costs import node_flops
 from poet_jax.core.graph import Graph
-from poet_jax.core.plan import Budget, PageIn, Plan
+from poet_jax.core.plan import PageIn
+from poet_jax.core.planned import Planned
 from poet_jax.core.program import Program
 from poet_jax.core.simulate import Usage
 from poet_jax.core.units import (
@@ -49,15 +50,17 @@ def comparison(usage: Usage, baseline: Usage) -> list[tuple[str, str, str, str]]
     return rows
 
 
+def aligned(before: str, after: str, usage: Usage, baseline: Usage) -> list[str]:
+    """Lines of `comparison` below the names of what is compared."""
+    rows = [("", before, after, ""), *comparison(usage, baseline)]
+    return [f"{a:18s} {b:>12s} {c:>12s} {d:>9s}" for a, b, c, d in rows]
+
+
 def remarks(
-    budget: Budget,
-    plan: Plan,
-    program: Program,
-    baseline: Usage,
-    compiled_bytes: int | None = None,
-    compilations: int = 0,
+    planned: Planned, compiled_bytes: int | None = None, compilations: int = 0
 ) -> list[str]:
     """What became of the values, and how good the plan is."""
+    plan, program, baseline = planned.plan, planned.program, planned.baseline
     counts = Counter(decisions(program).values())
     lines = [
         f"values: {counts['keep']} kept, {counts['remat']} rematerialised, "
@@ -69,7 +72,7 @@ def remarks(
     lines.append(plan.status.value)
     if loops := closed_loops(program.graph, int(LEAST_SHARE * baseline.peak_bytes)):
         lines.append(f"loops of one node each: {', '.join(loops)}")
-    if budget.memory_bytes >= baseline.peak_bytes:
+    if planned.budget.memory_bytes >= baseline.peak_bytes:
         lines.append("The budget covers keep-all: nothing is repeated or paged.")
     if compiled_bytes is not None:
         lines.append(
@@ -96,8 +99,9 @@ def closed_loops(graph: Graph, least_bytes: int) -> list[str]:
     ]
 
 
-def title(graph: Graph, budget: Budget) -> str:
-    return f"{len(graph.nodes)} nodes, {len(graph.values)} values, budget {budget}"
+def title(planned: Planned) -> str:
+    nodes, values = planned.graph.nodes, planned.graph.values
+    return f"{len(nodes)} nodes, {len(values)} values, budget {planned.budget}"
 
 
 def sizes(**graphs: Graph) -> str:
@@ -125,26 +129,8 @@ def sizes(**graphs: Graph) -> str:
     )
 
 
-def table(
-    budget: Budget,
-    plan: Plan,
-    program: Program,
-    usage: Usage,
-    baseline: Usage,
-    compiled_bytes: int | None = None,
-    compilations: int = 0,
-) -> str:
+def table(planned: Planned, compiled_bytes: int | None, compilations: int) -> str:
     """Keep-all beside the plan, what became of the values, and how good the plan is."""
-    rows = [("", "keep-all", "this plan", ""), *comparison(usage, baseline)]
-    return "\n".join(
-        [
-            title(program.graph, budget),
-            *(f"  {a:18s} {b:>12s} {c:>12s} {d:>9s}" for a, b, c, d in rows),
-            *(
-                f"  {line}"
-                for line in remarks(
-                    budget, plan, program, baseline, compiled_bytes, compilations
-                )
-            ),
-        ]
-    )
+    lines = aligned("keep-all", "this plan", planned.usage, planned.baseline)
+    lines += remarks(planned, compiled_bytes, compilations)
+    return "\n  ".join([title(planned), *lines])

@@ -1,12 +1,12 @@
 """RAM over a step, as planned, and what fills it."""
 
 import dataclasses
-from collections.abc import Sequence
 
 import numpy as np
 
 from poet_jax.core.plan import Free, PageIn
-from poet_jax.core.program import Program, Run, walk
+from poet_jax.core.planned import Planned
+from poet_jax.core.program import Run, walk
 from poet_jax.viz.table import decisions
 
 KINDS = ("argument", "keep", "remat", "page")
@@ -28,18 +28,13 @@ class Timeline:
     layers: dict[str, np.ndarray]
 
 
-def timeline(
-    program: Program,
-    start_seconds: Sequence[float] | np.ndarray,
-    stop_seconds: Sequence[float] | np.ndarray,
-    live_bytes: Sequence[int] | np.ndarray,
-) -> Timeline:
-    """The moments of `program`; [I] times and RAM are a `Usage`'s.
+def timeline(planned: Planned) -> Timeline:
+    """The moments of the program.
 
     A page-in takes its RAM when it is issued, which is when the compute lane gets
     there, and not when its transfer starts.
     """
-    graph = program.graph
+    program, usage, graph = planned.program, planned.usage, planned.program.graph
     kinds = dict.fromkeys(graph.initial, "argument") | decisions(program)
     held: dict[str, int] = dict.fromkeys(KINDS, 0)
     resident: set[int] = set()
@@ -62,7 +57,7 @@ def timeline(
         move(value, True)
     clock = 0.0
     note(clock)
-    rows = zip(start_seconds, stop_seconds, live_bytes, strict=True)
+    rows = zip(usage.start_seconds, usage.stop_seconds, usage.live_bytes, strict=True)
     for moment, (start, stop, live) in zip(walk(program), rows, strict=True):
         for value in moment.leaves:
             move(value, False)

@@ -15,10 +15,10 @@ from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experiments.models import TransformerConfig
 from experiments.sparse import minilm, passages
 from experiments.sparse.minilm import MiniLM, bert_name, load_minilm, package_folder
 from experiments.sparse.wordpiece import WordPiece, words_of
+from experiments.transformer import TransformerConfig
 
 TINY = TransformerConfig(
     vocabulary=20, num_classes=3, layers=2, width=8, heads=2, length=6, dropout=0.0,

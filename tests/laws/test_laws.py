@@ -24,7 +24,7 @@ from strategies import (
 )
 
 import poet_jax
-from poet_jax.api.schedule import make_schedule
+from poet_jax.api.planning import make_schedule
 from poet_jax.core.plan import Stages, plan_from_dict, plan_to_dict
 from poet_jax.planners.milp.exact import Exact
 from poet_jax.planners.milp.lift import values_of

@@ -24,7 +24,7 @@ FOLDERS = """
     update
     flax
 """.split()
-PROGRAM = ["__main__.py", "cli.py"]
+PROGRAM = ["__main__.py", "cli.py", "target.py"]
 
 
 def imports(path):
@@ -56,10 +56,11 @@ def test_every_file_is_in_a_folder():
 
 @pytest.mark.parametrize("file", ["__init__.py", *PROGRAM])
 def test_no_file_imports_the_program(file):
-    """But for the program itself: `__main__` imports `cli`."""
+    """But for the program itself: `__main__` imports `cli`, which imports `target`."""
     names = set(imports(PACKAGE / file))
     assert not names & {"poet_jax.__main__"}
     assert "poet_jax.cli" not in names or file == "__main__.py"
+    assert "poet_jax.target" not in names or file == "cli.py"
 
 
 def test_no_function_has_the_name_of_a_module_beside_it():

@@ -17,7 +17,7 @@ from strategies import DEVICE, HEURISTICS, budgeted_graphs, examples
 from toy import OPTIONS, W, X, chain, gradient
 
 import poet_jax
-from poet_jax.api.schedule import make_schedule
+from poet_jax.api.planning import make_schedule
 from poet_jax.viz.dot import to_dot
 from poet_jax.viz.perfetto import trace_events
 from poet_jax.viz.timeline import timeline
@@ -133,12 +133,7 @@ def test_ram_over_time_is_what_each_value_takes_for_as_long_as_it_is_there(probl
     """The timeline goes by instructions, the reasons go by values."""
     for schedule in schedules(problem):
         usage = schedule.usage
-        line = timeline(
-            schedule.program,
-            usage.start_seconds,
-            usage.stop_seconds,
-            usage.live_bytes,
-        )
+        line = timeline(schedule)
         assert line.live_bytes.max() == usage.peak_bytes
         assert list(line.seconds) == sorted(line.seconds)
         lengths = np.diff(np.append(line.seconds, usage.seconds))
@@ -311,7 +306,7 @@ def assert_is_a_step(events, process, program, seconds):
 def test_a_trace_is_the_planned_step(problem):
     for schedule in schedules(problem):
         program, usage = schedule.program, schedule.usage
-        events = trace_events(program, schedule.costs, usage)
+        events = trace_events(schedule)
         assert json.loads(json.dumps(events)) == events
         assert_is_a_step(events, 1, program, usage.seconds)
         ends = [x["ts"] + x["dur"] for x in slices(events, 1)]
@@ -366,7 +361,7 @@ ODD = 'a "quoted" \\N & <script>alert(1)</script>'
 def test_dot_has_a_box_for_each_node_and_an_arrow_for_each_read(problem):
     for schedule in schedules(problem):
         for each in (schedule, renamed(schedule, ODD)):
-            text = to_dot(each.program, each.costs)
+            text = to_dot(each)
             quoted = re.sub(r'"([^"\\]|\\.)*"', "''", text)
             assert '"' not in quoted and "\\" not in quoted
             assert len(re.findall(r"^  n\d+ \[", quoted, re.M)) == len(each.graph.nodes)

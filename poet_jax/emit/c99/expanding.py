@@ -13,8 +13,9 @@ from jax.extend.core import jaxpr_as_fun
 from jax.extend.random import threefry_prng_impl as threefry
 
 from poet_jax.core.equation import Equation, Inner, Name
-from poet_jax.core.graph import Value, body
+from poet_jax.core.graph import Value
 from poet_jax.core.program import Program
+from poet_jax.core.rebuilding import body
 from poet_jax.core.trace import trace_part
 
 KEY_WORDS = 2  # of a key of threefry

@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax.core.equation import Equation
+from poet_jax.core.equation import Equation, nbytes_of
 from poet_jax.passes.cpu.calls import apart
-from poet_jax.passes.cpu.scratch import copied_images, nbytes_of
+from poet_jax.passes.cpu.scratch import copied_images
 
 PATCHES_BYTES = 8 * 2**20  # most of shifted images at once
 PART_BYTES = 4 * 2**20  # of copied images at once, in parts

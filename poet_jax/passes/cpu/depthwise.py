@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax.core.equation import Equation
+from poet_jax.core.equation import Equation, nbytes_of
 from poet_jax.passes.cpu.convolution import (
     divisor,
     filter_result,
@@ -117,7 +117,7 @@ def _map_parts(
     """[parts, ...] of `fun` on parts of images that fit the cache, with the same rows
     of `others`."""
     one = jax.eval_shape(lambda x: padded(params, x), image[:1])
-    one_bytes = 2 * one.size * one.dtype.itemsize  # with its result
+    one_bytes = 2 * nbytes_of(one)  # with its result
     images = divisor(image.shape[0], CACHED_BYTES // one_bytes)
 
     def part(first):

@@ -8,7 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from poet_jax.core.equation import Equation
-from poet_jax.core.graph import Graph, map_equations
+from poet_jax.core.graph import Graph
+from poet_jax.core.rebuilding import map_equations
 from poet_jax.passes.cpu import convolution, depthwise, pooling
 
 

@@ -9,14 +9,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from poet_jax.core.equation import Equation
+from poet_jax.core.equation import Equation, nbytes_of
 from poet_jax.core.graph import Graph, Node
 from poet_jax.core.trace import trace
-
-
-def nbytes_of(array: Any) -> int:
-    """Bytes of an array, or of anything with a shape and a dtype."""
-    return math.prod(array.shape) * array.dtype.itemsize
 
 
 def scratch_bytes(equation: Equation) -> int:
