@@ -9,8 +9,9 @@ from strategies import brute_force, examples, graphs
 
 import poet_jax
 from poet_jax.core.plan import Stages
-from poet_jax.planners.evict import Life, evict, evictions, improving, refill
+from poet_jax.planners.evict import Life, evict, evictions, improving
 from poet_jax.planners.planner import judge, keep_everything
+from poet_jax.planners.refill import refill
 
 
 @examples(100)

@@ -9,7 +9,7 @@ from poet_jax.core.costs import Costs
 from poet_jax.core.graph import Graph
 from poet_jax.core.plan import Budget
 from poet_jax.core.units import format_count, format_joules, format_seconds
-from poet_jax.planners.evict import evictions, refill
+from poet_jax.planners.evict import evictions
 from poet_jax.planners.planner import (
     Judged,
     fits,
@@ -19,6 +19,7 @@ from poet_jax.planners.planner import (
     objective_of,
     prefetch,
 )
+from poet_jax.planners.refill import refill
 
 # So many seconds are left for what follows the search.
 SPARE = 1.0
