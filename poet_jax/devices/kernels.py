@@ -27,7 +27,7 @@ from poet_jax.devices.work import (
     threefry_bytes,
 )
 from poet_jax.passes.cpu.scratch import lowered, scratch_bytes
-from poet_jax.passes.grouping import HEAVY
+from poet_jax.passes.operations import HEAVY
 
 
 @dataclasses.dataclass(frozen=True)

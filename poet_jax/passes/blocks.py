@@ -17,9 +17,9 @@ from jax import lax
 from poet_jax.core.equation import Equation, Literal
 from poet_jax.core.graph import Graph, Node
 from poet_jax.core.stack import Cut
+from poet_jax.passes.operations import ELEMENTWISE, REDUCTIONS
 from poet_jax.passes.rewriter import require_single_equations
-from poet_jax.passes.splicing import REDUCTIONS, Cutter
-from poet_jax.passes.streaming import ELEMENTWISE
+from poet_jax.passes.splicing import Cutter
 
 # The pass leaves smaller values alone, and those that are one of many, which the
 # planner keeps or rematerialises. It also leaves a graph alone that needs nearly as

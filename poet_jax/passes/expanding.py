@@ -10,7 +10,8 @@ import dataclasses
 from poet_jax.core.equation import Inner, Name
 from poet_jax.core.graph import Graph, Node
 from poet_jax.core.rebuilding import with_nodes
-from poet_jax.passes.grouping import TINY_BYTES, is_light
+from poet_jax.passes.grouping import TINY_BYTES
+from poet_jax.passes.operations import is_light
 
 EXPANDED = 2  # times the bytes that are read
 

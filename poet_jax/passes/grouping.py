@@ -29,20 +29,9 @@ from collections.abc import Iterable
 from poet_jax.core.equation import Equation
 from poet_jax.core.graph import Graph, Node
 from poet_jax.core.rebuilding import with_nodes
+from poet_jax.passes.operations import HEAVY
 
 TINY_BYTES = 4096
-
-HEAVY = frozenset(
-    "dot_general ragged_dot_general conv_general_dilated gather scatter scatter-add "
-    "scatter_add scatter-mul scatter_mul scatter-min scatter_min scatter-max "
-    "scatter_max sort top_k approx_top_k argmin argmax cumsum cumprod cummax cummin "
-    "cumlogsumexp reduce_window reduce_window_sum reduce_window_max reduce_window_min "
-    "reduce_precision select_and_scatter select_and_scatter_add select_and_gather_add "
-    "fft cholesky lu householder_product geqrf ormqr qr eig eigh svd schur "
-    "triangular_solve tridiagonal_solve random_bits threefry2x32 rng_bit_generator "
-    "rng_uniform pure_callback io_callback debug_callback ffi_call custom_call "
-    "pallas_call custom_linear_solve custom_root".split()
-)
 
 
 def is_heavy(node: Node) -> bool:
@@ -50,13 +39,6 @@ def is_heavy(node: Node) -> bool:
     (equation,) = node.equations
     heavy = equation.primitive.name in HEAVY or bool(equation.inner)
     return heavy or not node.repeatable
-
-
-def is_light(node: Node) -> bool:
-    """Whether XLA computes a node, of any number of equations, in loops."""
-    return bool(node.equations and node.repeatable) and not any(
-        e.primitive.name in HEAVY or e.inner or e.lowering for e in node.equations
-    )
 
 
 @dataclasses.dataclass(eq=False)

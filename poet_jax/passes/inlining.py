@@ -19,7 +19,8 @@ import jax
 from poet_jax.core.equation import Equation, Inner, Literal, Name, nbytes_of
 from poet_jax.core.graph import Graph, Node, Value
 from poet_jax.core.rebuilding import with_nodes
-from poet_jax.passes.grouping import TINY_BYTES, is_light
+from poet_jax.passes.grouping import TINY_BYTES
+from poet_jax.passes.operations import is_light
 
 
 def inline_cheap(graph: Graph) -> Graph:

@@ -23,9 +23,9 @@ from poet_jax.core.rebuilding import without_dead_code
 from poet_jax.core.stack import Cut, Stack
 from poet_jax.core.trace import trace_part
 from poet_jax.passes.grouping import TINY_BYTES
+from poet_jax.passes.operations import ELEMENTWISE, REDUCTIONS
 from poet_jax.passes.rewriter import require_single_equations
-from poet_jax.passes.splicing import REDUCTIONS, Cutter
-from poet_jax.passes.streaming import ELEMENTWISE
+from poet_jax.passes.splicing import Cutter
 
 # Loops with more equations in all iterations, or more than twice as many iterations as
 # pieces, are cut into pieces that are loops. More pieces need less memory, but what a

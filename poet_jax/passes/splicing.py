@@ -6,23 +6,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
-from jax import lax
 
 from poet_jax.core.equation import Inner, Literal
 from poet_jax.core.graph import Graph, Node, Value
 from poet_jax.core.rebuilding import without_dead_code
 from poet_jax.core.trace import trace_part
 from poet_jax.passes.rewriter import ends
-
-# Operations that combine reductions of pieces into the reduction of the whole.
-REDUCTIONS: dict[str, Callable] = {
-    "reduce_sum": lax.add,
-    "reduce_prod": lax.mul,
-    "reduce_max": lax.max,
-    "reduce_min": lax.min,
-    "reduce_and": lax.bitwise_and,
-    "reduce_or": lax.bitwise_or,
-}
 
 
 class Splicer(abc.ABC):

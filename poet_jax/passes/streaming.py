@@ -18,19 +18,8 @@ from poet_jax.core.equation import Equation, Literal, Name
 from poet_jax.core.graph import Graph, Node, Place
 from poet_jax.core.rebuilding import body
 from poet_jax.core.trace import trace
+from poet_jax.passes.operations import ELEMENTWISE
 from poet_jax.stores.paged import row_blocks
-
-# Equations whose parameters hold no shape, and whose results at an index depend on
-# their operands at that index alone.
-ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp "
-    "convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp "
-    "exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p log2 logistic lt "
-    "max min mul ne neg nextafter not one_minus_square or polynomial pow real rem "
-    "round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh "
-    "xor".split()
-)
-
 
 # What may happen to indices out of bounds, so that blocks can do the same.
 _GATHER_MODES = (

@@ -10,7 +10,7 @@ from jax.experimental import io_callback
 from strategies import examples, programs
 
 import poet_jax
-from poet_jax.passes.grouping import HEAVY
+from poet_jax.passes.operations import HEAVY
 
 X = jnp.ones((64, 64))  # 16 KiB, not tiny
 

@@ -17,8 +17,8 @@ from jax import lax
 
 from poet_jax.core.equation import Equation, Literal
 from poet_jax.core.graph import Graph, Node
+from poet_jax.passes.operations import ELEMENTWISE
 from poet_jax.passes.rewriter import Rewriter
-from poet_jax.passes.streaming import ELEMENTWISE
 
 PRODUCTS = ("dot_general", "conv_general_dilated")
 
