@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from absl import app
 
+from experiments.edge import tables as edge
 from experiments.program import markdown, program, read_rows
 from poet_jax.core.units import format_bytes, format_seconds
 
@@ -520,6 +521,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "rules": rules,
     "finetune": lambda: schemes("finetune"),
     "adapt": lambda: schemes("adapt"),
+    "edge_memory": edge.memory,
+    "edge_seconds": edge.seconds,
+    "edge_programs": edge.programs,
 }
 
 
