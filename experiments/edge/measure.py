@@ -153,11 +153,19 @@ class IreeStep:
         self.target, self.options, self.inputs = target, level, inputs
         self.count, self.runtime, self.preload = results, runtime, preload
         self.module = text.with_suffix(f".{target.name}.{level}.vmfb")
+        files, linking = [self.module], []
+        if not target.links:
+            files.append(self.module.with_suffix(".o"))
+            linking = [
+                "--iree-llvmcpu-link-embedded=false",
+                "--iree-llvmcpu-link-static",
+                f"--iree-llvmcpu-static-library-output-path={files[-1]}",
+            ]
         done([
-            str(tools.path_of("iree-compile")), *IREE_OPTIONS, *target.iree,
+            str(tools.path_of("iree-compile")), *IREE_OPTIONS, *target.iree, *linking,
             f"--iree-opt-level={level}", text, "-o", self.module,
         ])  # fmt: skip
-        self.program_bytes = self.module.stat().st_size
+        self.program_bytes = sum(x.stat().st_size for x in files)
 
     def _run(self, tool: str, *flags: str) -> tuple[str, str]:
         command = [

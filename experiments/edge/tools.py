@@ -39,6 +39,8 @@ class Target:
       compiler, flags: of C; no compiler if C is not built for it.
       emulator: of user programs; none where they run as they are.
       runs: whether programs for it are run.
+      links: whether IREE links its modules; functions of libm are left to the linker of
+        a program otherwise, as for a processor without an instruction for them.
     """
 
     name: str
@@ -47,6 +49,7 @@ class Target:
     flags: tuple[str, ...] = ()
     emulator: tuple[str, ...] = ()
     runs: bool = True
+    links: bool = True
 
 
 TARGETS = {
@@ -92,6 +95,7 @@ TARGETS = {
                 "--iree-llvmcpu-target-float-abi=hard",
             ),
             runs=False,
+            links=False,
         ),
     )
 }

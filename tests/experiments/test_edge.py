@@ -50,6 +50,10 @@ def schedule():
     return found
 
 
+def bytes_of(x):
+    return np.asarray(x).tobytes()
+
+
 def expected():
     return [np.asarray(x) for x in jax.tree.leaves(jax.jit(step)(*arguments()))]
 
@@ -66,6 +70,24 @@ def test_a_plan_that_is_not_compiled_here_is_exported(schedule):
     text = schedule.export().mlir_module()
     assert text.count("tf.aliasing_output") == len(found)
     assert "custom_call" not in text
+
+
+def test_a_plan_of_a_file_is_exported_as_the_one_that_was_saved(schedule, tmp_path):
+    schedule.to_json(tmp_path / "plan.json")
+    read = schedule.from_json(tmp_path / "plan.json")
+    found, right = (x.export().call(*arguments()) for x in (read, schedule))
+    assert jax.tree.map(bytes_of, found) == jax.tree.map(bytes_of, right)
+
+
+def test_a_plan_that_writes_to_references_is_not_exported_before_it_is_compiled():
+    def accumulate(total, x):
+        total[...] += x
+        return x.sum()
+
+    x = jnp.ones(8)
+    scheduled = poet_jax.schedule(accumulate, "1MiB", planner=poet_jax.keep_all)
+    with pytest.raises(poet_jax.PlanInvalid, match="references.*plan.*export"):
+        scheduled.plan_for_board(jax.new_ref(x), x).export()
 
 
 def test_a_plan_with_pages_is_not_exported():
@@ -104,7 +126,7 @@ def test_c_computes_the_bits_of_this_machine_elsewhere(schedule, target, tmp_pat
         measure.CStep(project, x, expected()).results() for x in (HOST, target)
     )
     assert apart(here) < 1e-5
-    assert [x.tobytes() for x in here] == [x.tobytes() for x in there]
+    assert list(map(bytes_of, here)) == list(map(bytes_of, there))
 
 
 def test_a_model_that_does_not_exist_is_refused():
