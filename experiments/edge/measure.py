@@ -237,11 +237,19 @@ def resident(text: str) -> int | None:
 
 
 def apart(found: Arrays, expected: Arrays, before: Arrays) -> float:
-    """The norm of what results differ by, relative to that of what the step changes:
-    `before` are the first results, before it."""
-    error = change = 0.0
-    for number, (x, right) in enumerate(zip(found, expected, strict=True)):
-        old = before[number] if number < len(before) else 0
-        error += float(np.square(x.astype(float) - right).sum())
-        change += float(np.square(right.astype(float) - old).sum())
-    return (error / change) ** 0.5
+    """The norm of what new state differs by, relative to that of what the step changes
+    of the old state, `before`; or that of other results, relative to theirs, if that is
+    more. State comes first among results."""
+
+    def relative(numbers: range) -> float:
+        error = change = 0.0
+        for n in numbers:
+            right = expected[n].astype(float)
+            error += float(np.square(found[n] - right).sum())
+            old = before[n] if n < len(before) else 0
+            change += float(np.square(right - old).sum())
+        return (error / change) ** 0.5
+
+    assert len(found) == len(expected)
+    count = len(before)
+    return max(relative(range(count)), relative(range(count, len(expected))))
