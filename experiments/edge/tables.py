@@ -52,21 +52,29 @@ def memory() -> str:
 
 
 def seconds() -> str:
-    """CPU time of a step, by target."""
+    """CPU time of a step, by target, and ratios to IREE's without a plan."""
     lines = []
+    plain: dict[tuple[str, str], float] = {}
     for model, share, rows in cases():
         cells = [model, budget(share)]
         for target in (HOST, BASELINE, AARCH64):
-            pair = [rows.get((system, target)) for system in ("C", "IREE")]
-            cells += [format_seconds(float(x["seconds"])) if x else "" for x in pair]
-        both = [rows.get((system, AARCH64)) for system in ("C", "IREE")]
-        times = [float(row["seconds"]) for row in both if row]
-        cells.append(f"{times[0] / times[1]:.2f}" if len(times) == 2 else "")
+            c, iree = (
+                float(rows[system, target]["seconds"])
+                if (system, target) in rows
+                else None
+                for system in ("C", "IREE")
+            )
+            if share == "none" and iree:
+                plain[model, target] = iree
+            cells += [format_seconds(x) if x else "" for x in (c, iree)]
+            if target != HOST:
+                least = plain.get((model, target))
+                cells.append(f"{c / least:.2f}" if c and least else "")
         jit = rows.get(("jax.jit", HOST))
         cells.append(format_seconds(float(jit["seconds"])) if jit else "")
         lines.append(cells)
-    head = ["step", "budget", "C here", "IREE", "C, 128 bits", "IREE"]
-    head += ["C, AArch64 emulated", "IREE", "C / IREE", "`jax.jit` here"]
+    head = ["step", "budget", "C here", "IREE", "C, 128 bits", "IREE", "ratio"]
+    head += ["C, AArch64 emulated", "IREE", "ratio", "`jax.jit` here"]
     return markdown([head, *lines])
 
 

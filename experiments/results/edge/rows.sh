@@ -3,6 +3,5 @@
 R=experiments/results/edge/steps.csv
 rm -f $R
 P=".venv/bin/python -m experiments.edge.iree --rows=$R"
-$P --models=mlp
-$P --models=lenet,transformer --rounds=3 --seconds=0.2
-$P --models=mobilenetv2 --rounds=3 --seconds=0.2 --levels=O3
+$P --models=mlp,lenet,transformer --rounds=3 --seconds=0.2
+$P --models=mobilenetv2 --rounds=3 --seconds=0.2 --levels=O1
