@@ -22,6 +22,7 @@ from experiments.benchmarks.rows import (
     rows_of,
     size,
 )
+from experiments.edge import tables as edge
 from experiments.program import markdown, program
 from poet_jax.core.units import format_seconds
 
@@ -355,6 +356,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "rules": plan_tables.rules,
     "finetune": lambda: schemes("finetune"),
     "adapt": lambda: schemes("adapt"),
+    "edge_memory": edge.memory,
+    "edge_seconds": edge.seconds,
+    "edge_programs": edge.programs,
 }
 
 

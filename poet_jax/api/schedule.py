@@ -17,6 +17,7 @@ from poet_jax.core.program import Program, lower, program_from_list, program_to_
 from poet_jax.core.representation import brief
 from poet_jax.core.simulate import Usage, simulate
 from poet_jax.emit.executor import Run, Step
+from poet_jax.emit.exporting import exported
 from poet_jax.emit.paged_step import PagedStep
 from poet_jax.planners.planner import fits, keep_everything
 from poet_jax.viz import figures
@@ -87,20 +88,15 @@ class Schedule(Planned):
         """The step as `jax.export.export` gives it, to be serialized and to run
         elsewhere, on the kind of device that it was planned on.
 
-        Raises PlanInvalid for a schedule that was read from a file, and for a step that
-        pages, as its pages are this process's.
+        A step that was not compiled here, as of `Scheduled.plan_for_board`, has stages
+        of the budget's bytes. Other compilers that read StableHLO take it.
+
+        Raises PlanInvalid for a step that pages, as its pages are this process's; and
+        for one that was not compiled here, and writes to references or runs on several
+        devices.
         """
-        if self.step is None:
-            raise PlanInvalid(
-                "A schedule from a file holds a plan, but not the function to export. "
-                "Use Scheduled.plan(*args).export()."
-            )
-        if isinstance(self.step, PagedStep):
-            raise PlanInvalid(
-                "The step moves pages through a store of this process, and cannot be "
-                "exported. Use planner=poet_jax.MilpPlanner(paging=False), and "
-                "arguments in RAM."
-            )
+        if self.step is None or isinstance(self.step, PagedStep):
+            return exported(self.program, self.costs, self.budget.memory_bytes)
         return self.step.exported()
 
     def __str__(self) -> str:

@@ -31,10 +31,21 @@ static void put_4(float *o, int32_t next, int32_t adds, float s0, float s1, floa
   o[3 * next] = s3;
 }
 
-/* s += a factor of each of four rows times one of four columns. */
-#define ADD_ROW(row, factor)                                       \
-  (s##row##0 += factor * y0, s##row##1 += factor * y1,             \
-   s##row##2 += factor * y2, s##row##3 += factor * y3)
+/* Four floats, which a multiple of four others is added to, and each of them: a vector
+   where the processor has some for any float. A compiler makes none by itself of sums
+   whose order matters. */
+#if defined(__GNUC__) && (defined(__SSE__) || defined(__aarch64__))
+typedef float four __attribute__((vector_size(16)));
+#define FOUR(name, w, x, y, z) four name = {w, x, y, z}
+#define ADD_FOUR(s, factor, y) (s += (factor) * y)
+#define EACH(s) s[0], s[1], s[2], s[3]
+#else
+#define FOUR(name, w, x, y, z) float name##0 = w, name##1 = x, name##2 = y, name##3 = z
+#define ADD_FOUR(s, factor, y)                       \
+  (s##0 += (factor) * y##0, s##1 += (factor) * y##1, \
+   s##2 += (factor) * y##2, s##3 += (factor) * y##3)
+#define EACH(s) s##0, s##1, s##2, s##3
+#endif
 
 /* Four rows and four columns: what is read takes part in four products each. Those of
    `b` are neighbours, or not. */
@@ -45,20 +56,21 @@ static void put_4(float *o, int32_t next, int32_t adds, float s0, float s1, floa
     const int32_t column = t->b_column;                                           \
     const float *x0 = a, *x1 = x0 + t->a_row, *x2 = x1 + t->a_row,                \
                 *x3 = x2 + t->a_row;                                              \
-    float s00 = 0.0f, s01 = 0.0f, s02 = 0.0f, s03 = 0.0f;                         \
-    float s10 = 0.0f, s11 = 0.0f, s12 = 0.0f, s13 = 0.0f;                         \
-    float s20 = 0.0f, s21 = 0.0f, s22 = 0.0f, s23 = 0.0f;                         \
-    float s30 = 0.0f, s31 = 0.0f, s32 = 0.0f, s33 = 0.0f;                         \
+    FOUR(p, 0.0f, 0.0f, 0.0f, 0.0f);                                              \
+    FOUR(q, 0.0f, 0.0f, 0.0f, 0.0f);                                              \
+    FOUR(r, 0.0f, 0.0f, 0.0f, 0.0f);                                              \
+    FOUR(s, 0.0f, 0.0f, 0.0f, 0.0f);                                              \
     (void)column;                                                                 \
     for (int32_t k = terms; k > 0; --k) {                                         \
-      const float y0 = b[0], y1 = b[at_1], y2 = b[at_2], y3 = b[at_3];            \
-      ADD_ROW(0, *x0), ADD_ROW(1, *x1), ADD_ROW(2, *x2), ADD_ROW(3, *x3);         \
+      const FOUR(y, b[0], b[at_1], b[at_2], b[at_3]);                             \
+      ADD_FOUR(p, *x0, y), ADD_FOUR(q, *x1, y);                                   \
+      ADD_FOUR(r, *x2, y), ADD_FOUR(s, *x3, y);                                   \
       x0 += a_term, x1 += a_term, x2 += a_term, x3 += a_term, b += b_term;        \
     }                                                                             \
-    put_4(out, t->out_column, t->adds, s00, s01, s02, s03);                       \
-    put_4(out + t->out_row, t->out_column, t->adds, s10, s11, s12, s13);          \
-    put_4(out + 2 * t->out_row, t->out_column, t->adds, s20, s21, s22, s23);      \
-    put_4(out + 3 * t->out_row, t->out_column, t->adds, s30, s31, s32, s33);      \
+    put_4(out, t->out_column, t->adds, EACH(p));                                  \
+    put_4(out + t->out_row, t->out_column, t->adds, EACH(q));                     \
+    put_4(out + 2 * t->out_row, t->out_column, t->adds, EACH(r));                 \
+    put_4(out + 3 * t->out_row, t->out_column, t->adds, EACH(s));                 \
   }
 PRODUCT_4_4(product_of_neighbours, 1, 2, 3)
 PRODUCT_4_4(product_4_4, column, 2 * column, 3 * column)

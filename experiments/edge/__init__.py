@@ -1,0 +1,1 @@
+"""Planned steps on phones and boards: `python -m experiments.edge.iree`."""
