@@ -24,6 +24,7 @@ from poet_jax.emit.c99.buffers import needed as needed
 from poet_jax.emit.c99.expanding import parts
 from poet_jax.emit.c99.loops import VIRTUAL
 from poet_jax.emit.c99.nodes import lower_node
+from poet_jax.emit.c99.storage import Storage
 
 RULES = {
     **contractions.RULES,
@@ -45,7 +46,7 @@ class Steps:
       inputs: buffers of values in RAM, or in flash, as the step begins.
       outputs: buffers of the values that the step returns.
       ties: (buffer as the step begins, the one that takes its place for the next step).
-      slots: number of the page of each value that is paged.
+      storage: where what is paged lies.
       kept: (run, name) of inner values that are arrays to save work, by their buffers.
       names: of the node of each run.
     """
@@ -54,7 +55,7 @@ class Steps:
     inputs: dict[int, Buffer]
     outputs: dict[int, Buffer]
     ties: tuple[tuple[Buffer, Buffer], ...]
-    slots: dict[int, int]
+    storage: Storage
     kept: dict[Buffer, tuple[int, Any]]
     names: dict[int, str]
 
@@ -111,9 +112,9 @@ class _Builder:
         self.steps: list[Step] = []
         self.kept: dict[Buffer, tuple[int, Any]] = {}
         self.names: dict[int, str] = {}
-        self.slots = page_slots(program)
+        self.storage = Storage.of(program)
         self.shared = set(range(len(self.graph.values))).difference(
-            self.graph.returned, self.slots
+            self.graph.returned, self.storage.begins
         )
 
     def buffer(self, value: int) -> Buffer:
@@ -155,7 +156,7 @@ class _Builder:
             inputs,
             outputs,
             tuple(ties),
-            self.slots,
+            self.storage,
             self.kept,
             self.names,
         )
@@ -180,23 +181,23 @@ class _Builder:
             self.names[row] = node.name
 
     def page_out(self, row: int, value: int) -> None:
-        buffer, slot = self.known[value], self.slots[value]
+        buffer, begin = self.known[value], self.storage.begins[value]
 
         def render(pointer: Pointer) -> list[str]:
             return [
-                f"if (poet_page_out({slot}, {pointer(buffer)}, {buffer.nbytes})) "
+                f"if (poet_page_out({begin}u, {pointer(buffer)}, {buffer.nbytes})) "
                 "return -1;"
             ]
 
         self.steps.append(Step((buffer,), (), render, run=row, has_effect=True))
 
     def page_in(self, row: int, value: int) -> None:
-        buffer, slot = self.buffer(value), self.slots[value]
+        buffer, begin = self.buffer(value), self.storage.begins[value]
         self.known[value] = buffer
 
         def render(pointer: Pointer) -> list[str]:
             return [
-                f"if (poet_page_in({slot}, {pointer(buffer)}, {buffer.nbytes})) "
+                f"if (poet_page_in({begin}u, {pointer(buffer)}, {buffer.nbytes})) "
                 "return -1;"
             ]
 
@@ -223,26 +224,6 @@ def _read_later(program: Program) -> list[set[int]]:
                 alive.discard(value)
         found.append(set())
     return found[::-1]
-
-
-def page_slots(program: Program) -> dict[int, int]:
-    """Page number of each value on storage. New state shares its old state's page."""
-    graph = program.graph
-    slots: dict[int, int] = {}
-    for v in sorted(graph.stored):
-        slots[v] = len(set(slots.values()))
-    homes = {(p.leaf, p.block): slots[v] for v, p in graph.stored.items()}
-    for v, place in sorted(graph.landing.items()):
-        home = (
-            homes.get((place.replaces, place.block))
-            if place.replaces is not None
-            else None
-        )
-        slots[v] = len(set(slots.values())) if home is None else home
-    for x in program.instructions:
-        if isinstance(x, PageOut | PageIn) and x.value not in slots:
-            slots[x.value] = len(set(slots.values()))
-    return slots
 
 
 def successors(graph: Graph) -> dict[int, int]:
