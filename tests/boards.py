@@ -19,6 +19,11 @@ DRIVER = """
 #include <stdlib.h>
 #include <string.h>
 #include "poet_step.h"
+#ifdef MEMCHECK /* under valgrind, the arena begins without contents */
+#include <valgrind/memcheck.h>
+#else
+#define VALGRIND_MAKE_MEM_UNDEFINED(data, bytes) (void)(data)
+#endif
 extern const void *const poet_given[];
 static char storage[POET_PAGE_BYTES + 1];
 int poet_page_out(uint32_t at, const void *from, uint32_t bytes) {
@@ -33,6 +38,7 @@ int main(int count, char **words) {
   FILE *file = POET_STORED_BYTES ? fopen("poet_storage.bin", "rb") : NULL;
   if (file && fread(storage, 1, sizeof storage, file) != POET_STORED_BYTES) return 3;
   if (file) fclose(file);
+  VALGRIND_MAKE_MEM_UNDEFINED(poet_arena, POET_ARENA_BYTES);
   if (poet_init()) return 2;
   for (int i = 0; i < POET_ARGUMENTS; ++i)
     if (poet_given[i])

@@ -51,6 +51,7 @@ STORED = flags.DEFINE_string(
 )
 PAGING = flags.DEFINE_bool("paging", True, "Whether plans may page.")
 ROWS = flags.DEFINE_string("rows", None, "CSV file to add a row for each board to.")
+PLANNER = flags.DEFINE_enum("planner", "milp", ["milp", "greedy"], "Of the plan.")
 TIME_LIMIT = flags.DEFINE_float("time_limit", 20.0, "Seconds for the planner.")
 OUTPUT = flags.DEFINE_string("output", "outputs/microcontroller", "Folder of projects.")
 
@@ -58,9 +59,11 @@ OUTPUT = flags.DEFINE_string("output", "outputs/microcontroller", "Folder of pro
 def planned(case: models.Case, arguments: tuple[Any, ...]) -> Schedule:
     """The schedule of a case, whose frozen parameters count as flash, not as RAM."""
     device = cli.named_device(DEVICE.value)
-    planner = poet_jax.MilpPlanner(
-        paging=PAGING.value, time_limit_seconds=TIME_LIMIT.value
-    )
+    planner: Any = poet_jax.greedy
+    if PLANNER.value == "milp":
+        planner = poet_jax.MilpPlanner(
+            paging=PAGING.value, time_limit_seconds=TIME_LIMIT.value
+        )
 
     def schedule(budget: Any, planner: Any) -> Schedule:
         return poet_jax.schedule(

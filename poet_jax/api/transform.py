@@ -30,18 +30,11 @@ from poet_jax.core.purity import Operations, names_of
 from poet_jax.devices.machine import free_bytes, host
 from poet_jax.devices.price import price
 from poet_jax.emit import emit
+from poet_jax.emit.c99.workspace import in_c
 from poet_jax.emit.executor import HostExecutor, Run, Step, signal
 from poet_jax.emit.paged_step import PagedStep
 from poet_jax.emit.shards import sharded
-from poet_jax.passes import (
-    PASSES,
-    Pass,
-    blockwise,
-    cpu_kernels,
-    run_passes,
-    stream_state,
-    unroll,
-)
+from poet_jax.passes import PASSES, Pass, blockwise, for_board, run_passes, unroll
 from poet_jax.passes.cpu.scratch import node_scratch
 from poet_jax.planners.milp.search import MilpPlanner
 
@@ -50,8 +43,6 @@ logger = logging.getLogger("poet_jax")
 # Rewritten operations that save this share of the modelled seconds are worth more than
 # XLA's freedom to fuse and reorder the whole step. Measured steps saved twice as much.
 SAVED = 0.1
-# Of what a board reads from its storage at once, if the operation can be cut.
-_streamed_to_board = functools.partial(stream_state, most_bytes=2**16)
 # Passes whose parts get smaller where a step does not fit.
 CUTS = {"unroll": unroll, "blockwise": blockwise}
 
@@ -129,18 +120,14 @@ class Scheduled:
     def plan_for_board(self, *args: Any, **kwargs: Any) -> Schedule:
         """The schedule for a board that runs C; `poet_jax.emit.c` writes it.
 
-        Nothing is compiled here, so the budget bounds what the plan has in RAM. Loops
-        stay whole, and `passes.cpu_kernels`, which are forms for XLA, are left out.
-        Arguments that are `PagedArray`s are on the board's storage between steps.
-        Raises BudgetTooSmall and CannotTrace.
+        Nothing is compiled here, so the budget bounds what the plan has in RAM. Passes
+        are those of `passes.for_board`, and workspace is that of C. Arguments that are
+        `PagedArray`s are on the board's storage between steps. Raises BudgetTooSmall
+        and CannotTrace.
         """
-        passes = [
-            _streamed_to_board if x is stream_state else x
-            for x in self.passes
-            if x not in (unroll, cpu_kernels)
-        ]
         traced = self._function.traced(args, kwargs, least_bytes=0)
-        graph, costs = self.priced(traced, passes)
+        graph, costs = self.priced(traced, for_board(self.passes))
+        costs = in_c(graph, costs)
         budget = self.budget_for(*args, **kwargs)
         with eval_context():
             return make_schedule(

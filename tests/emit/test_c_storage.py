@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from boards import FLAGS, normal, results, scheduled
+from boards import FLAGS, built, normal, results, scheduled
+from jax import lax
 
 import poet_jax
 from poet_jax.core.plan import Free, PageIn, PageOut
@@ -39,10 +40,7 @@ def after(steps, weights, *rest):
     return [np.asarray(x) for x in jax.tree.leaves((weights, value))]
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_each_step_reads_the_state_that_the_last_one_has_written(
-    steps, store, tmp_path
-):
+def test_each_step_reads_the_state_that_the_last_one_has_written(store, tmp_path):
     """Kernels are on storage, biases in RAM; a frozen matrix is on storage, too."""
     rng = np.random.default_rng(0)
     weights = [(normal(rng, 12, 12), normal(rng, 12)) for _ in range(3)]
@@ -53,8 +51,8 @@ def test_each_step_reads_the_state_that_the_last_one_has_written(
         step, *arguments, budget="60%", planner=poet_jax.greedy, donate_argnums=0
     )
     folder = tmp_path / "project"
-    found = results(schedule, folder, arguments, steps)
-    for a, b in zip(found, after(steps, weights, *rest), strict=True):
+    found = results(schedule, folder, arguments, steps=3)
+    for a, b in zip(found, after(3, weights, *rest), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
     assert (folder / "poet_storage.bin").stat().st_size == 4 * 1024
 
@@ -108,3 +106,38 @@ def test_state_that_is_read_after_its_successor_is_refused(store, tmp_path):
     changed = types.SimpleNamespace(program=again, usage=schedule.usage)
     with pytest.raises(ValueError, match="one place for both"):
         poet_jax.emit.c(changed, tmp_path / "project", arguments)
+
+
+def test_the_gradient_of_a_kernel_is_there_once(tmp_path):
+    """It is not turned in memory."""
+    rng = np.random.default_rng(0)
+    x, y = normal(rng, 3, 40), normal(rng, 3, 50)
+
+    def step(x, y):
+        return jax.linear_transpose(lambda w: x @ w, np.zeros((40, 50), np.float32))(y)
+
+    schedule = scheduled(step, x, y)
+    project = built(schedule, tmp_path, (x, y))
+    assert project.arena_bytes < 1.3 * 40 * 50 * 4
+    (found,) = results(schedule, tmp_path, (x, y))
+    np.testing.assert_allclose(found, x.T @ y, rtol=1e-4, atol=1e-5)
+
+
+def test_a_kernel_that_is_read_reversed_is_no_second_array(tmp_path):
+    """As the gradient of a convolution with respect to its input reads it."""
+    rng = np.random.default_rng(0)
+    kernel, x = normal(rng, 3, 3, 16, 16), normal(rng, 1, 4, 4, 16)
+
+    def convolved(x, kernel):
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return lax.conv_general_dilated(
+            x, kernel, (1, 1), "SAME", dimension_numbers=numbers
+        )
+
+    def step(kernel, x):
+        return jax.grad(lambda x: jnp.sum(jnp.square(convolved(x, kernel))))(x)
+
+    schedule = scheduled(step, kernel, x)
+    assert schedule.usage.peak_bytes < 1.5 * kernel.nbytes
+    (found,) = results(schedule, tmp_path, (kernel, x))
+    np.testing.assert_allclose(found, jax.jit(step)(kernel, x), rtol=1e-4, atol=1e-4)

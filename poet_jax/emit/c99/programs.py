@@ -109,6 +109,7 @@ class _Builder:
         for run, name in lean:
             self.lean.setdefault(run, set()).add(name)
         self.known: dict[int, Buffer] = {}
+        self.waiting: dict[int, int] = {}  # row of each page-in that nobody needed yet
         self.steps: list[Step] = []
         self.kept: dict[Buffer, tuple[int, Any]] = {}
         self.names: dict[int, str] = {}
@@ -137,9 +138,11 @@ class _Builder:
                 case PageOut(value):
                     self.page_out(row, value)
                 case PageIn(value) if value not in self.known:
-                    self.page_in(row, value)
+                    self.waiting[value] = row
                 case Free(value):
                     self.known.pop(value, None)
+                    self.waiting.pop(value, None)
+        self.arrive(self.waiting)
         outputs = {v: self.known[v] for v in graph.returned}
         ties = [
             (inputs[old], self.known[new])
@@ -162,6 +165,7 @@ class _Builder:
         )
 
     def run(self, row: int, x: Run, wanted: Collection[int]) -> None:
+        self.arrive(v for number in x.nodes for v in self.graph.nodes[number].reads)
         for number in x.nodes:
             node = self.graph.nodes[number]
             made = [v for v in node.writes if v in wanted and v not in self.known]
@@ -180,7 +184,14 @@ class _Builder:
             self.kept.update((b, (row, name)) for b, name in lowering.kept.items())
             self.names[row] = node.name
 
+    def arrive(self, values: Iterable[int]) -> None:
+        """Page in those of `values` that wait: no transfer runs beside the step, so
+        that an earlier one would only take memory."""
+        for value in [v for v in dict.fromkeys(values) if v in self.waiting]:
+            self.page_in(self.waiting.pop(value), value)
+
     def page_out(self, row: int, value: int) -> None:
+        self.arrive(v for v in self.waiting if self.overlaps(v, value))
         buffer, begin = self.known[value], self.storage.begins[value]
 
         def render(pointer: Pointer) -> list[str]:
@@ -190,6 +201,13 @@ class _Builder:
             ]
 
         self.steps.append(Step((buffer,), (), render, run=row, has_effect=True))
+
+    def overlaps(self, *values: int) -> bool:
+        """Whether two values share bytes on storage."""
+        starts = [self.storage.begins[v] for v in values]
+        sizes = [self.graph.values[v].nbytes for v in values]
+        pairs = zip(starts, sizes, strict=True)
+        return max(starts) < min(start + size for start, size in pairs)
 
     def page_in(self, row: int, value: int) -> None:
         buffer, begin = self.buffer(value), self.storage.begins[value]
