@@ -12,23 +12,33 @@ FLAGS = (
     "-std=c99 -O1 -Wall -Wextra -Werror -ffp-contract=off "
     "-fsanitize=undefined,address -fno-sanitize-recover=all"
 ).split()
-# Runs some steps with the arguments of the test vector, and writes all results.
+# Runs some steps with the arguments of the test vector, and writes all results. The
+# storage of a board is memory here, of the size that the program says that it needs.
 DRIVER = """
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include "poet_step.h"
+#ifdef MEMCHECK /* under valgrind, the arena begins without contents */
+#include <valgrind/memcheck.h>
+#else
+#define VALGRIND_MAKE_MEM_UNDEFINED(data, bytes) (void)(data)
+#endif
 extern const void *const poet_given[];
-static char pages[POET_PAGES + 1][POET_PAGE_BYTES + 1];
-int poet_page_out(int32_t page, const void *from, uint32_t bytes) {
-  memcpy(pages[page], from, bytes);
+static char storage[POET_PAGE_BYTES + 1];
+int poet_page_out(uint32_t at, const void *from, uint32_t bytes) {
+  memcpy(storage + at, from, bytes);
   return 0;
 }
-int poet_page_in(int32_t page, void *to, uint32_t bytes) {
-  memcpy(to, pages[page], bytes);
+int poet_page_in(uint32_t at, void *to, uint32_t bytes) {
+  memcpy(to, storage + at, bytes);
   return 0;
 }
 int main(int count, char **words) {
+  FILE *file = POET_STORED_BYTES ? fopen("poet_storage.bin", "rb") : NULL;
+  if (file && fread(storage, 1, sizeof storage, file) != POET_STORED_BYTES) return 3;
+  if (file) fclose(file);
+  VALGRIND_MAKE_MEM_UNDEFINED(poet_arena, POET_ARENA_BYTES);
   if (poet_init()) return 2;
   for (int i = 0; i < POET_ARGUMENTS; ++i)
     if (poet_given[i])
@@ -38,7 +48,7 @@ int main(int count, char **words) {
     if (poet_step()) return 2;
   for (int i = 0; i < POET_RESULTS; ++i) {
     const struct poet_array *x = &poet_results[i];
-    fwrite(x->offset < 0 ? pages[x->page] : (char *)poet_arena + x->offset, 1,
+    fwrite(x->offset < 0 ? storage + x->storage : (char *)poet_arena + x->offset, 1,
            x->bytes, stdout);
   }
   return 0;
@@ -71,7 +81,8 @@ def results(schedule, folder, arguments, steps=1, **options):
     """What a function's results are in C after so many steps, as flat arrays."""
     built(schedule, folder, arguments, **options)
     command = [folder / "program", str(steps)]
-    data = subprocess.run(command, check=True, capture_output=True).stdout
+    done = subprocess.run(command, check=True, capture_output=True, cwd=folder)
+    data = done.stdout
     arrays = []
     for v in schedule.graph.results:
         x = schedule.graph.values[v]

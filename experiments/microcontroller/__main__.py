@@ -46,19 +46,24 @@ SHRINK = flags.DEFINE_integer(
 EXAMPLES = flags.DEFINE_integer("examples", 1600, "Examples in flash.", 1)
 TRAINED = flags.DEFINE_integer("trained", 1280, "Of these, those trained on.", 1)
 RATE = flags.DEFINE_float("learning_rate", 0.2, "Of gradient descent.")
+STORED = flags.DEFINE_string(
+    "stored", None, "Size of parameters that lie on storage between steps, and above."
+)
 PAGING = flags.DEFINE_bool("paging", True, "Whether plans may page.")
 ROWS = flags.DEFINE_string("rows", None, "CSV file to add a row for each board to.")
+PLANNER = flags.DEFINE_enum("planner", "milp", ["milp", "greedy"], "Of the plan.")
 TIME_LIMIT = flags.DEFINE_float("time_limit", 20.0, "Seconds for the planner.")
 OUTPUT = flags.DEFINE_string("output", "outputs/microcontroller", "Folder of projects.")
 
 
-def planned(case: models.Case) -> Schedule:
+def planned(case: models.Case, arguments: tuple[Any, ...]) -> Schedule:
     """The schedule of a case, whose frozen parameters count as flash, not as RAM."""
-    arguments = case.arguments(BATCH_SIZE.value, RATE.value)
     device = cli.named_device(DEVICE.value)
-    planner = poet_jax.MilpPlanner(
-        paging=PAGING.value, time_limit_seconds=TIME_LIMIT.value
-    )
+    planner: Any = poet_jax.greedy
+    if PLANNER.value == "milp":
+        planner = poet_jax.MilpPlanner(
+            paging=PAGING.value, time_limit_seconds=TIME_LIMIT.value
+        )
 
     def schedule(budget: Any, planner: Any) -> Schedule:
         return poet_jax.schedule(
@@ -85,15 +90,21 @@ def trained_by_jax(case: models.Case) -> list[np.ndarray]:
     return [np.asarray(x) for x in jax.tree.leaves(trained)]
 
 
-def difference(folder: pathlib.Path, expected: list[np.ndarray]) -> float:
-    """Relative norm of what the weights that a run has saved differ from others."""
+def difference(
+    folder: pathlib.Path, expected: list[np.ndarray], stored: dict[int, int]
+) -> float:
+    """Relative norm of what the weights that a run has left behind differ from others.
+
+    Those of the numbers `stored` begin at so many bytes of its storage.
+    """
     error = norm = 0.0
+    storage = (folder / "storage.bin").read_bytes() if stored else b""
     for number, x in enumerate(expected):
         path = folder / f"state_{number:03d}.bin"
-        if path.exists():  # others are on pages
-            saved = np.frombuffer(path.read_bytes(), np.float32).reshape(x.shape)
-            error += float(np.square(saved.astype(float) - x).sum())
-            norm += float(np.square(x.astype(float)).sum())
+        data = storage[stored[number] :] if number in stored else path.read_bytes()
+        saved = np.frombuffer(data, np.float32, x.size).reshape(x.shape)
+        error += float(np.square(saved.astype(float) - x).sum())
+        norm += float(np.square(x.astype(float)).sum())
     return (error / norm) ** 0.5 if norm else 0.0
 
 
@@ -117,10 +128,15 @@ def asked_boards() -> list[str]:
 def main() -> None:
     names = asked_boards()
     case = models.make(MODEL.value, UPDATE.value, EXAMPLES.value, SHRINK.value)
-    schedule = planned(case)
+    arguments = case.arguments(BATCH_SIZE.value, RATE.value)
+    if STORED.value:
+        store = poet_jax.FileStore()
+        least_bytes = parse_bytes(STORED.value)
+        paged = poet_jax.to_storage(case.trained, store, least_bytes)
+        arguments = paged, *arguments[1:]
+    schedule = planned(case, arguments)
     name = f"{MODEL.value}_{UPDATE.value}".replace(":", "_").replace("=", "_")
     folder = (pathlib.Path(OUTPUT.value) / name.replace(",", "_")).resolve()
-    arguments = case.arguments(BATCH_SIZE.value, RATE.value)
     project = poet_jax.emit.c(schedule, folder, arguments, flash_argnums=1)
     print(f"{schedule.usage}\n{project}", flush=True)
     examples.write(
@@ -139,7 +155,8 @@ def main() -> None:
         print(f"{name} ({board.processor}), {format_bytes(code_bytes)} of code:")
         found = boards.run(board, built)
         checksums[name] = found["checksum"]
-        apart = difference(built.parent / f"{built.name}_files", expected)
+        files = built.parent / f"{built.name}_files"
+        apart = difference(files, expected, project.stored)
         print(f"  weights are {apart:.1e} from those of jax.jit")
         if ROWS.value:
             write_row(name, schedule, project, code_bytes, found, apart)
@@ -175,6 +192,7 @@ def write_row(
         "constant_bytes": project.constant_bytes,
         "arena_bytes": project.arena_bytes,
         "plan_bytes": project.plan_bytes,
+        "state_on_storage_bytes": project.stored_bytes,
         "page_bytes": project.page_bytes,
         "steps": STEPS.value,
         "instructions_per_step": found["instructions"],

@@ -28,8 +28,8 @@ ROWS = flags.DEFINE_string("rows", None, "CSV file for the rows, written anew.")
 BATCH_SIZE, RATE = 16, 0.2
 
 
-def project(folder: pathlib.Path) -> poet_jax.emit.Project:
-    """The perceptron's project, with examples."""
+def project(folder: pathlib.Path, steps: int) -> poet_jax.emit.Project:
+    """The perceptron's project, with examples for so many steps."""
     case = models.make("mlp", "full", 400)
     arguments = case.arguments(BATCH_SIZE, RATE)
     schedule = poet_jax.schedule(
@@ -45,7 +45,7 @@ def project(folder: pathlib.Path) -> poet_jax.emit.Project:
         folder,
         batch_size=BATCH_SIZE,
         trained=320,
-        steps=STEPS.value,
+        steps=steps,
         rate=RATE,
     )
     assert len(jax.tree.leaves(case.trained)) == 6, "as by_hand.c has it"
@@ -66,7 +66,7 @@ def main() -> None:
             f"`{boards.INSTALL}`."
         )
     folder = pathlib.Path(OUTPUT.value).resolve()
-    print(project(folder))
+    print(project(folder, STEPS.value))
     rows = []
     for name in BOARD.value:
         board = boards.BOARDS[name]

@@ -10,8 +10,9 @@ import numpy as np
 import optax
 
 from experiments.data import Dataset, load_dataset
-from experiments.models import make_model
+from experiments.models import make_model, parse_model
 from poet_jax import update
+from poet_jax.update.part import EVERYTHING
 
 
 class MLP(nn.Module):
@@ -44,7 +45,13 @@ class LeNet(nn.Module):
         return nn.Dense(self.classes)(x)
 
 
-DATASETS = {"mlp": "digits", "lenet": "mnist", "mobilenetv2": "photos"}
+DATASETS = {
+    "mlp": "digits",
+    "lenet": "mnist",
+    "mobilenetv2": "photos",
+    "resnet18": "photos",
+    "bert2": "text",
+}
 UPDATES = {
     "full": update.full(),
     "bias": update.bias_only(),
@@ -61,9 +68,11 @@ class Case:
     Attributes:
       step: of gradient descent; one whose rate is 0 changes nothing.
       trained, frozen: parameters.
-      pixels: uint8, inputs of all examples in the order in which they are shown.
+      pixels: uint8, inputs of all examples in the order in which they are shown:
+        pixels, or bytes of text.
       unit, offset: an input is `pixels * unit - offset`.
       labels: [E] int32.
+      dtype: of inputs.
     """
 
     step: Any
@@ -73,12 +82,13 @@ class Case:
     unit: np.float32
     offset: np.float32
     labels: np.ndarray
+    dtype: Any = np.float32
 
     def batch(self, first: int, size: int) -> tuple[jax.Array, jax.Array]:
         """So many examples from a number on, as the board takes them."""
         rows = np.arange(first, first + size) % len(self.pixels)
         inputs = self.pixels[rows].astype(np.float32) * self.unit - self.offset
-        return jnp.asarray(inputs), jnp.asarray(self.labels[rows])
+        return jnp.asarray(inputs, self.dtype), jnp.asarray(self.labels[rows])
 
     def arguments(self, size: int, rate: float) -> tuple[Any, ...]:
         """Of the first step."""
@@ -97,14 +107,13 @@ def make(name: str, part: str, examples: int, shrink: int = 1, seed: int = 0) ->
             f"A model named {name!r} was asked for. The models are "
             f"{', '.join(DATASETS)}. Use for example --model=mlp:width=32."
         )
-    dataset = load_dataset(DATASETS[family])
-    dataset = dataclasses.replace(dataset, inputs=shrunk(dataset.inputs, shrink))
+    dataset = _dataset(family, name, shrink)
     model = _model(family, text, name, dataset, seed)
     order = np.random.default_rng(seed).permutation(len(dataset.inputs))[:examples]
     inputs, labels = dataset.inputs[order], dataset.labels[order]
     variables = model.init(jax.random.key(seed), jnp.asarray(inputs[:1]), train=False)
     parameters = variables.pop("params")
-    chosen = UPDATES[part].of(parameters)
+    chosen = EVERYTHING if part == "full" else UPDATES[part].of(parameters)
     trained = chosen.split(parameters)
 
     def step(trained, frozen, inputs, labels, rate):
@@ -121,11 +130,21 @@ def make(name: str, part: str, examples: int, shrink: int = 1, seed: int = 0) ->
         trained = jax.tree.map(lambda w, g: w - rate * g, trained, gradients)
         return trained, value, correct
 
-    frozen = {"params": parameters, "others": variables}
-    offset = np.float32(-inputs.min())
-    unit = np.float32((inputs.max() + offset) / 255)
+    frozen = {"params": {} if part == "full" else parameters, "others": variables}
+    offset, unit = np.float32(0), np.float32(1)
+    if dataset.vocabulary is None:
+        offset = np.float32(-inputs.min())
+        unit = np.float32((inputs.max() + offset) / 255)
     pixels = np.rint((inputs + offset) / unit).astype(np.uint8)
-    return Case(step, trained, frozen, pixels, unit, offset, labels)
+    return Case(step, trained, frozen, pixels, unit, offset, labels, inputs.dtype)
+
+
+def _dataset(family: str, name: str, shrink: int) -> Dataset:
+    """What the model of a family learns, with images shrunk."""
+    if family == "bert2":
+        return load_dataset("text", length=parse_model(name)[1]["length"])
+    dataset = load_dataset(DATASETS[family])
+    return dataclasses.replace(dataset, inputs=shrunk(dataset.inputs, shrink))
 
 
 def shrunk(images: np.ndarray, factor: int) -> np.ndarray:

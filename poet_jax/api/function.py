@@ -16,7 +16,7 @@ from poet_jax.core.graph import Graph
 from poet_jax.core.purity import allow_repeats
 from poet_jax.core.trace import trace
 from poet_jax.emit.shards import count_devices, platform_of
-from poet_jax.stores.paged import PagedArray, at_home
+from poet_jax.stores.paged import SMALL_BYTES, PagedArray, at_home
 
 JIT_OPTIONS = (
     "static_argnums", "static_argnames", "donate_argnums", "donate_argnames",
@@ -100,11 +100,13 @@ class Function:
         kwargs: Mapping[str, Any],
         changed: str = "",
         jitted: Any = None,
+        least_bytes: int = SMALL_BYTES,
     ) -> Graph:
         """The graph for arguments like these, of single equations, before any pass.
 
         `changed` says in what they differ from those of the last call. `jitted` is the
-        function under `jax.jit`, if it is to keep the trace. Raises CannotTrace.
+        function under `jax.jit`, if it is to keep the trace. `least_bytes` is as for
+        `at_home`. Raises CannotTrace.
         """
         leaves = self.leaves(args, kwargs)
         paged = [n for n, x in enumerate(leaves) if isinstance(x, PagedArray)]
@@ -131,7 +133,7 @@ class Function:
                 "it into RAM with jnp.asarray."
             )
         graph = allow_repeats(graph, self._repeatable)
-        return at_home(graph, paged) if paged else graph
+        return at_home(graph, paged, least_bytes) if paged else graph
 
 
 def _shape_of_paged(leaf: Any) -> Any:

@@ -32,10 +32,11 @@ from poet_jax.core.rebuilding import map_equations
 from poet_jax.devices.machine import free_bytes, host
 from poet_jax.devices.price import price
 from poet_jax.emit import emit
+from poet_jax.emit.c99.workspace import in_c
 from poet_jax.emit.executor import HostExecutor, Run, Step, signal
 from poet_jax.emit.paged_step import PagedStep
 from poet_jax.emit.shards import sharded
-from poet_jax.passes import PASSES, Pass, blockwise, cpu_kernels, run_passes, unroll
+from poet_jax.passes import PASSES, Pass, blockwise, for_board, run_passes, unroll
 from poet_jax.passes.cpu.scratch import node_scratch
 from poet_jax.planners.milp.search import MilpPlanner
 
@@ -121,13 +122,14 @@ class Scheduled:
     def plan_for_board(self, *args: Any, **kwargs: Any) -> Schedule:
         """The schedule for a board that runs C; `poet_jax.emit.c` writes it.
 
-        Nothing is compiled here, so the budget bounds what the plan has in RAM. Loops
-        stay whole, and `passes.cpu_kernels`, which are forms for XLA, are left out.
-        Raises BudgetTooSmall and CannotTrace.
+        Nothing is compiled here, so the budget bounds what the plan has in RAM. Passes
+        are those of `passes.for_board`, and workspace is that of C. Arguments that are
+        `PagedArray`s are on the board's storage between steps. Raises BudgetTooSmall
+        and CannotTrace.
         """
-        passes = [x for x in self.passes if x not in (unroll, cpu_kernels)]
-        traced = self._function.traced(args, kwargs)
-        graph, costs = self.priced(traced, passes)
+        traced = self._function.traced(args, kwargs, least_bytes=0)
+        graph, costs = self.priced(traced, for_board(self.passes))
+        costs = in_c(graph, costs)
         budget = self.budget_for(*args, **kwargs)
         with eval_context():
             return make_schedule(

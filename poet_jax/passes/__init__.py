@@ -16,6 +16,7 @@ from poet_jax.passes.sparse.products import reassociate
 from poet_jax.passes.sparse.scales import fold_scales
 from poet_jax.passes.sparse.slices import push_slices
 from poet_jax.passes.streaming import stream_state
+from poet_jax.passes.views import views_at_use
 
 Pass = Callable[[Graph], Graph]
 PASSES: tuple[Pass, ...] = (
@@ -41,6 +42,25 @@ def run_passes(graph: Graph, passes: Iterable[Pass] = PASSES) -> Graph:
     return graph
 
 
+def for_board(passes: Iterable[Pass]) -> list[Pass]:
+    """`passes` for a program of C.
+
+    Loops stay whole, forms for XLA are left out, and blocks of what is on storage are
+    small. What is only read in another order is no array.
+    """
+    chosen: list[Pass] = []
+    for change in passes:
+        if change is stream_state:
+            chosen += [views_at_use, _in_small_blocks]
+        elif change not in (unroll, cpu_kernels):
+            chosen.append(change)
+    return chosen
+
+
+def _in_small_blocks(graph: Graph) -> Graph:
+    return stream_state(graph, most_bytes=2**16)
+
+
 __all__ = [
     "PASSES",
     "Pass",
@@ -57,5 +77,7 @@ __all__ = [
     "inline_cheap",
     "stream_state",
     "unroll",
+    "views_at_use",
     "blockwise",
+    "for_board",
 ]

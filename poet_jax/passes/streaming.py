@@ -19,7 +19,7 @@ from poet_jax.core.graph import Graph, Node, Place
 from poet_jax.core.rebuilding import body
 from poet_jax.core.trace import trace
 from poet_jax.passes.operations import ELEMENTWISE
-from poet_jax.stores.paged import row_blocks
+from poet_jax.stores.paged import BLOCK_BYTES, row_blocks
 
 # What may happen to indices out of bounds, so that blocks can do the same.
 _GATHER_MODES = (
@@ -33,8 +33,9 @@ _SCATTER_MODES = (
 )
 
 
-def stream_state(graph: Graph) -> Graph:
-    """`graph` with large arrays on storage read and written in blocks of their rows.
+def stream_state(graph: Graph, most_bytes: int = BLOCK_BYTES) -> Graph:
+    """`graph` with large arrays on storage read and written in blocks of their rows,
+    of about `most_bytes`. A `PagedArray` has blocks of the default.
 
     - An elementwise update becomes a node for each row block if what it writes besides
       scalars is large, lands on storage and is read by nobody. It reads the blocks of
@@ -45,12 +46,14 @@ def stream_state(graph: Graph) -> Graph:
 
     Results are those of the nodes, to the bit.
     """
-    return _Streamer(graph).result() if graph.stored or graph.landing else graph
+    if not (graph.stored or graph.landing):
+        return graph
+    return _Streamer(graph, most_bytes).result()
 
 
 class _Streamer:
-    def __init__(self, graph: Graph):
-        self.graph = graph
+    def __init__(self, graph: Graph, most_bytes: int):
+        self.graph, self.most_bytes = graph, most_bytes
         self.values = list(graph.values)
         self.stored = dict(graph.stored)
         self.landing = dict(graph.landing)
@@ -132,7 +135,7 @@ class _Streamer:
         return [v for v in node.writes if self.values[v].shape]
 
     def _rows(self, value: int) -> list[slice]:
-        return row_blocks(*self.values[value].kind)
+        return row_blocks(*self.values[value].kind, self.most_bytes)
 
     def gathers(self, updates: dict[int, Node]) -> set[int]:
         """Numbers of gathers from arrays whose readers all go block by block."""

@@ -22,11 +22,14 @@ SMALL_BYTES = 2**16  # smaller arrays are not worth a transfer
 copied: "list[weakref.ref[PagedArray]]" = []  # arrays that may hold copies in RAM
 
 
-def row_blocks(shape: tuple[int, ...], dtype: Any) -> list[slice]:
-    """Rows (first dimension) of each block, equally many in all blocks but the last."""
+def row_blocks(
+    shape: tuple[int, ...], dtype: Any, most_bytes: int = BLOCK_BYTES
+) -> list[slice]:
+    """Rows (first dimension) of each block of about so many bytes, equally many in all
+    blocks but the last."""
     rows = shape[0] if shape else 1
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-    count = max(1, min(rows, math.ceil(nbytes / BLOCK_BYTES)))
+    count = max(1, min(rows, math.ceil(nbytes / most_bytes)))
     size = max(1, math.ceil(rows / count))
     starts = range(0, max(rows, 1), size)
     return [slice(start, min(start + size, rows)) for start in starts]
@@ -231,13 +234,15 @@ def _free(store: Store, offset: int, generation: int) -> None:
         store.free(offset)
 
 
-def at_home(graph: Graph, paged: Collection[int]) -> Graph:
+def at_home(
+    graph: Graph, paged: Collection[int], least_bytes: int = SMALL_BYTES
+) -> Graph:
     """`graph` with the flat arguments numbered in `paged` on storage.
 
     An output is written to the place of the donated argument that it replaces. As in
     `jax.jit`, an argument is replaced by the first output of its shape and dtype that
-    no earlier argument took. Small donated arguments are not freed during the step, so
-    that a failed step leaves the whole state intact.
+    no earlier argument took. Donated arguments below `least_bytes` are not freed during
+    the step, so that a failed step leaves the whole state intact.
     """
     stored = {graph.arguments[leaf]: Place(leaf) for leaf in sorted(paged)}
     unpaired = {
@@ -257,7 +262,7 @@ def at_home(graph: Graph, paged: Collection[int]) -> Graph:
                 del unpaired[leaf]
                 break
     donated = frozenset(
-        v for v in graph.donated if v in stored or graph.values[v].nbytes >= SMALL_BYTES
+        v for v in graph.donated if v in stored or graph.values[v].nbytes >= least_bytes
     ).union(graph.references)
     return dataclasses.replace(graph, stored=stored, landing=landing, donated=donated)
 

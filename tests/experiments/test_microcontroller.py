@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from experiments.microcontroller import boards
+from experiments.microcontroller import boards, by_hand
 
 needs_tools = pytest.mark.skipif(
     bool(boards.missing()), reason=f"`{boards.INSTALL}` is what it needs"
@@ -34,6 +34,36 @@ def test_ten_steps_with_pages_have_the_same_bits_on_all(board, tmp_path):
     assert "The weights are the same bits on all." in text
     (folder,) = tmp_path.iterdir()
     assert (folder / f"{board}_files" / "state_000.bin").exists()
+
+
+# A byte that a step must not write, on a board of each kind of Memory Protection Unit.
+STRAYS = {
+    "mps2-an386": "(uint32_t)m + (POET_ARENA_BYTES + 31) / 32 * 32",
+    "mps2-an505": "BOARD_FLASH + 64",
+}
+
+
+@pytest.fixture(scope="module")
+def perceptron(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("perceptron")
+    by_hand.project(folder, steps=1)
+    return folder
+
+
+@needs_tools
+@pytest.mark.parametrize("name", STRAYS)
+def test_a_step_that_writes_outside_of_its_arena_ends_there(name, perceptron):
+    """The Memory Protection Unit ends it; the step without that byte runs."""
+    board = boards.BOARDS[name]
+    head, body = (perceptron / "poet_step.c").read_text().split("int poet_step(void) {")
+    byte = f"volatile uint32_t at = {STRAYS[name]};\n*(volatile uint8_t *)at = 1;"
+    stray = perceptron.parent / f"{name}.c"
+    stray.write_text(f"{head}int poet_step(void) {{{body.replace('(void)m;', byte, 1)}")
+    built, _ = boards.build(board, perceptron, 2**20)
+    assert boards.run(board, built, show=False)["checksum"]
+    built, _ = boards.build(board, perceptron, 2**20, stray)
+    with pytest.raises(RuntimeError, match="ended with 71: memory outside"):
+        boards.run(board, built, show=False)
 
 
 @needs_tools

@@ -1,4 +1,4 @@
-/* A Cortex-M board under QEMU: start, semihosting, pages in a file, and a timer.
+/* A Cortex-M board under QEMU: start, semihosting, storage in a file, and a timer.
 
    QEMU is started with -icount shift=0, so that an instruction takes a nanosecond of
    its clock, and the timer's 25 MHz count 40 instructions a tick. */
@@ -8,7 +8,7 @@
 #include "poet_step.h"
 
 extern uint32_t stack_top[], data_start[], data_end[], data_load[], bss_start[],
-    bss_end[];
+    bss_end[], arena_start[], arena_end[];
 
 enum { OPEN = 1, CLOSE = 2, WRITE0 = 4, WRITE = 5, READ = 6, SEEK = 10, EXIT = 0x20 };
 
@@ -47,19 +47,19 @@ static int move(int32_t operation, int32_t handle, uint32_t at, const void *data
   return handle < 0 || semihosting(SEEK, to) || semihosting(operation, block);
 }
 
-static int move_page(int32_t operation, int32_t page, const void *data,
+static int move_page(int32_t operation, uint32_t at, const void *data,
                      uint32_t bytes) {
-  static int32_t pages = -1;
-  if (pages < 0) pages = file("pages.bin", 7);
-  return move(operation, pages, (uint32_t)page * POET_LARGEST_PAGE_BYTES, data, bytes);
+  static int32_t storage = -1;
+  if (storage < 0) storage = file("storage.bin", POET_STORED_BYTES ? 3 : 7);
+  return move(operation, storage, at, data, bytes);
 }
 
-int poet_page_out(int32_t page, const void *from, uint32_t bytes) {
-  return move_page(WRITE, page, from, bytes);
+int poet_page_out(uint32_t at, const void *from, uint32_t bytes) {
+  return move_page(WRITE, at, from, bytes);
 }
 
-int poet_page_in(int32_t page, void *to, uint32_t bytes) {
-  return move_page(READ, page, to, bytes);
+int poet_page_in(uint32_t at, void *to, uint32_t bytes) {
+  return move_page(READ, at, to, bytes);
 }
 
 static int move_state(int32_t operation, uint32_t mode, uint32_t at, const void *data,
@@ -89,15 +89,19 @@ void reset(void) {
 #endif
   memcpy(data_start, data_load, (size_t)((uint8_t *)data_end - (uint8_t *)data_start));
   memset(bss_start, 0, (size_t)((uint8_t *)bss_end - (uint8_t *)bss_start));
+  memset(arena_start, 0, (size_t)((uint8_t *)arena_end - (uint8_t *)arena_start));
   timer[2] = 0xffffffffu;
   timer[1] = 0xffffffffu;
   timer[0] = 1u;
   board_exit(train());
 }
 
+/* An access that the Memory Protection Unit forbids is a hard fault, as no other one is
+   enabled. */
 static void fault(void) {
-  board_write("fault\n");
-  board_exit(70);
+  const int is_forbidden = *(volatile uint32_t *)0xe000ed28u & 0x82u;
+  board_write(is_forbidden ? "memory outside of the arena\n" : "fault\n");
+  board_exit(is_forbidden ? 71 : 70);
 }
 
 __attribute__((section(".vectors"), used)) static const void *const vectors[16] = {

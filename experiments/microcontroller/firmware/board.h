@@ -12,6 +12,9 @@ int board_state_write(uint32_t at, const void *from, uint32_t bytes);
 int board_state_read(uint32_t at, void *to, uint32_t bytes);
 /* Instructions since the start, or 0 where nobody counts. */
 uint64_t board_instructions(void);
+/* While it is on, writing outside of the arena, the stack and the firmware's own data
+   ends the program; this machine guards nothing. */
+void board_guard(int is_on);
 void board_exit(int status);
 
 int train(void);

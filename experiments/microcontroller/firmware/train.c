@@ -74,9 +74,12 @@ int train(void) {
   for (uint32_t step = 0; step < STEPS; ++step) {
     const uint32_t turns = TRAINED / BATCH;
     give(step % turns * BATCH, RATE);
+    board_guard(1);
     const uint64_t start = board_instructions();
-    if (poet_step()) return 2;
+    const int failed = poet_step();
     spent += board_instructions() - start;
+    board_guard(0);
+    if (failed) return 2;
     if (step < 3 || (step + 1) % EVERY == 0 || step + 1 == STEPS) {
       report("step", step + 1);
       report("loss_1e6", (int64_t)(*TRAIN_LOSS * 1e6f));

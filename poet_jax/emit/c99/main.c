@@ -1,4 +1,5 @@
-/* One step on this machine, beside JAX's results. Pages lie in memory here. */
+/* One step on this machine, beside JAX's results. The storage is memory here; the
+   argument is the folder of its files. */
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -9,21 +10,28 @@
 extern const void *const poet_given[];
 extern const void *const poet_expected[];
 
-static uint8_t *pages[POET_PAGES + 1];
-static uint32_t page_bytes[POET_PAGES + 1];
+static uint8_t *storage, *expected_storage;
 
-int poet_page_out(int32_t page, const void *from, uint32_t bytes) {
-  if (!pages[page]) pages[page] = malloc(bytes);
-  if (!pages[page]) return -1;
-  memcpy(pages[page], from, bytes);
-  page_bytes[page] = bytes;
+int poet_page_out(uint32_t at, const void *from, uint32_t bytes) {
+  memcpy(storage + at, from, bytes);
   return 0;
 }
 
-int poet_page_in(int32_t page, void *to, uint32_t bytes) {
-  if (!pages[page] || page_bytes[page] != bytes) return -1;
-  memcpy(to, pages[page], bytes);
+int poet_page_in(uint32_t at, void *to, uint32_t bytes) {
+  memcpy(to, storage + at, bytes);
   return 0;
+}
+
+/* Memory that begins with the state in a file, if there is any; NULL if that fails. */
+static uint8_t *loaded(const char *folder, const char *name) {
+  char path[4096];
+  uint8_t *const data = calloc(POET_PAGE_BYTES + 1u, 1);
+  if (!data || !POET_STORED_BYTES) return data;
+  snprintf(path, sizeof path, "%s/%s", folder, name);
+  FILE *const file = fopen(path, "rb");
+  if (!file) return NULL;
+  const size_t found = fread(data, 1, POET_STORED_BYTES, file);
+  return fclose(file) || found != POET_STORED_BYTES ? NULL : data;
 }
 
 static double element(const void *data, const struct poet_array *x, uint32_t i) {
@@ -48,8 +56,11 @@ static void compare(const void *found, const void *expected,
   }
 }
 
-int main(void) {
-  if (poet_init()) return 2;
+int main(int count, char **words) {
+  const char *const folder = count > 1 ? words[1] : ".";
+  storage = loaded(folder, "poet_storage.bin");
+  expected_storage = loaded(folder, "poet_storage_after.bin");
+  if (!storage || !expected_storage || poet_init()) return 2;
   for (int i = 0; i < POET_ARGUMENTS; ++i)
     if (poet_given[i])
       memcpy((uint8_t *)poet_arena + poet_arguments[i].offset, poet_given[i],
@@ -58,11 +69,13 @@ int main(void) {
   double error = 0.0, norm = 0.0;
   for (int i = 0; i < POET_RESULTS; ++i) {
     const struct poet_array *x = &poet_results[i];
-    compare(x->offset < 0 ? (const void *)pages[x->page]
-                          : (uint8_t *)poet_arena + x->offset,
-            poet_expected[i], x, &error, &norm);
+    if (x->offset < 0)
+      compare(storage + x->storage, expected_storage + x->storage, x, &error, &norm);
+    else
+      compare((uint8_t *)poet_arena + x->offset, poet_expected[i], x, &error, &norm);
   }
-  for (int i = 0; i < POET_PAGES; ++i) free(pages[i]);
+  free(storage);
+  free(expected_storage);
   const double relative = sqrt(error) / (sqrt(norm) + 1e-30);
   printf("arena %d bytes, plan %d bytes, relative difference %.2e\n",
          POET_ARENA_BYTES, POET_PLAN_BYTES, relative);

@@ -24,6 +24,7 @@ from poet_jax.emit.c99.buffers import needed as needed
 from poet_jax.emit.c99.expanding import parts
 from poet_jax.emit.c99.loops import VIRTUAL
 from poet_jax.emit.c99.nodes import lower_node
+from poet_jax.emit.c99.storage import Storage
 
 RULES = {
     **contractions.RULES,
@@ -45,7 +46,7 @@ class Steps:
       inputs: buffers of values in RAM, or in flash, as the step begins.
       outputs: buffers of the values that the step returns.
       ties: (buffer as the step begins, the one that takes its place for the next step).
-      slots: number of the page of each value that is paged.
+      storage: where what is paged lies.
       kept: (run, name) of inner values that are arrays to save work, by their buffers.
       names: of the node of each run.
     """
@@ -54,7 +55,7 @@ class Steps:
     inputs: dict[int, Buffer]
     outputs: dict[int, Buffer]
     ties: tuple[tuple[Buffer, Buffer], ...]
-    slots: dict[int, int]
+    storage: Storage
     kept: dict[Buffer, tuple[int, Any]]
     names: dict[int, str]
 
@@ -108,12 +109,13 @@ class _Builder:
         for run, name in lean:
             self.lean.setdefault(run, set()).add(name)
         self.known: dict[int, Buffer] = {}
+        self.waiting: dict[int, int] = {}  # row of each page-in that nobody needed yet
         self.steps: list[Step] = []
         self.kept: dict[Buffer, tuple[int, Any]] = {}
         self.names: dict[int, str] = {}
-        self.slots = page_slots(program)
+        self.storage = Storage.of(program)
         self.shared = set(range(len(self.graph.values))).difference(
-            self.graph.returned, self.slots
+            self.graph.returned, self.storage.begins
         )
 
     def buffer(self, value: int) -> Buffer:
@@ -136,9 +138,11 @@ class _Builder:
                 case PageOut(value):
                     self.page_out(row, value)
                 case PageIn(value) if value not in self.known:
-                    self.page_in(row, value)
+                    self.waiting[value] = row
                 case Free(value):
                     self.known.pop(value, None)
+                    self.waiting.pop(value, None)
+        self.arrive(self.waiting)
         outputs = {v: self.known[v] for v in graph.returned}
         ties = [
             (inputs[old], self.known[new])
@@ -155,12 +159,13 @@ class _Builder:
             inputs,
             outputs,
             tuple(ties),
-            self.slots,
+            self.storage,
             self.kept,
             self.names,
         )
 
     def run(self, row: int, x: Run, wanted: Collection[int]) -> None:
+        self.arrive(v for number in x.nodes for v in self.graph.nodes[number].reads)
         for number in x.nodes:
             node = self.graph.nodes[number]
             made = [v for v in node.writes if v in wanted and v not in self.known]
@@ -179,24 +184,38 @@ class _Builder:
             self.kept.update((b, (row, name)) for b, name in lowering.kept.items())
             self.names[row] = node.name
 
+    def arrive(self, values: Iterable[int]) -> None:
+        """Page in those of `values` that wait: no transfer runs beside the step, so
+        that an earlier one would only take memory."""
+        for value in [v for v in dict.fromkeys(values) if v in self.waiting]:
+            self.page_in(self.waiting.pop(value), value)
+
     def page_out(self, row: int, value: int) -> None:
-        buffer, slot = self.known[value], self.slots[value]
+        self.arrive(v for v in self.waiting if self.overlaps(v, value))
+        buffer, begin = self.known[value], self.storage.begins[value]
 
         def render(pointer: Pointer) -> list[str]:
             return [
-                f"if (poet_page_out({slot}, {pointer(buffer)}, {buffer.nbytes})) "
+                f"if (poet_page_out({begin}u, {pointer(buffer)}, {buffer.nbytes})) "
                 "return -1;"
             ]
 
         self.steps.append(Step((buffer,), (), render, run=row, has_effect=True))
 
+    def overlaps(self, *values: int) -> bool:
+        """Whether two values share bytes on storage."""
+        starts = [self.storage.begins[v] for v in values]
+        sizes = [self.graph.values[v].nbytes for v in values]
+        pairs = zip(starts, sizes, strict=True)
+        return max(starts) < min(start + size for start, size in pairs)
+
     def page_in(self, row: int, value: int) -> None:
-        buffer, slot = self.buffer(value), self.slots[value]
+        buffer, begin = self.buffer(value), self.storage.begins[value]
         self.known[value] = buffer
 
         def render(pointer: Pointer) -> list[str]:
             return [
-                f"if (poet_page_in({slot}, {pointer(buffer)}, {buffer.nbytes})) "
+                f"if (poet_page_in({begin}u, {pointer(buffer)}, {buffer.nbytes})) "
                 "return -1;"
             ]
 
@@ -223,26 +242,6 @@ def _read_later(program: Program) -> list[set[int]]:
                 alive.discard(value)
         found.append(set())
     return found[::-1]
-
-
-def page_slots(program: Program) -> dict[int, int]:
-    """Page number of each value on storage. New state shares its old state's page."""
-    graph = program.graph
-    slots: dict[int, int] = {}
-    for v in sorted(graph.stored):
-        slots[v] = len(set(slots.values()))
-    homes = {(p.leaf, p.block): slots[v] for v, p in graph.stored.items()}
-    for v, place in sorted(graph.landing.items()):
-        home = (
-            homes.get((place.replaces, place.block))
-            if place.replaces is not None
-            else None
-        )
-        slots[v] = len(set(slots.values())) if home is None else home
-    for x in program.instructions:
-        if isinstance(x, PageOut | PageIn) and x.value not in slots:
-            slots[x.value] = len(set(slots.values()))
-    return slots
 
 
 def successors(graph: Graph) -> dict[int, int]:

@@ -13,7 +13,6 @@ import numpy as np
 
 from poet_jax.core.device import DeviceProfile
 from poet_jax.core.graph import Graph
-from poet_jax.core.plan import PageIn, PageOut
 from poet_jax.core.program import Program
 from poet_jax.core.simulate import Usage
 from poet_jax.core.units import format_bytes
@@ -21,9 +20,18 @@ from poet_jax.emit.c99 import sources
 from poet_jax.emit.c99.buffers import Unsupported
 from poet_jax.emit.c99.expanding import expanded, is_key, words
 from poet_jax.emit.c99.offsets import Arena, place
-from poet_jax.emit.c99.programs import Steps, page_slots, steps_of, unsupported
+from poet_jax.emit.c99.programs import Steps, steps_of, unsupported
+from poet_jax.emit.c99.storage import (
+    Storage,
+    is_cut,
+    overwritten,
+    replaced_leaves,
+    results_of,
+)
 
 SHARE = 1.05  # of the plan's peak that an arena may have
+MOST_STORAGE_BYTES = 2**31
+BEFORE, AFTER = "poet_storage.bin", "poet_storage_after.bin"
 FILES = (
     "kernels.h",
     "kernels.c",
@@ -53,10 +61,11 @@ class Project:
       plan_bytes: most RAM that the plan has alive, without what lies in flash.
       floor_bytes: most RAM that the C program has alive at once.
       constant_bytes: frozen arrays and constants in flash.
-      state_bytes: initial values of the state, in flash.
+      state_bytes: initial values of the state in RAM, in flash.
       page_bytes: storage that the board needs.
-      largest_page_bytes: of the largest array there.
-      pages: how many arrays lie there.
+      stored_bytes: of these, what `poet_storage.bin` fills: state.
+      stored: by number of each flat argument that lies there between steps, the byte
+        at which it begins.
     """
 
     folder: pathlib.Path
@@ -66,11 +75,12 @@ class Project:
     constant_bytes: int
     state_bytes: int
     page_bytes: int
-    largest_page_bytes: int
-    pages: int
+    stored_bytes: int
+    stored: dict[int, int]
 
     def __str__(self) -> str:
-        pages = f", {format_bytes(self.page_bytes)} on storage" if self.pages else ""
+        paged = self.page_bytes
+        pages = f", {format_bytes(paged)} on storage" if paged else ""
         return (
             f"C99 in {self.folder}: an arena of {format_bytes(self.arena_bytes)} for a "
             f"plan of {format_bytes(self.plan_bytes)}, "
@@ -96,6 +106,9 @@ def c(
     `poet_page_in`, if the plan pages. `poet_save` and `poet_restore` move the state in
     RAM. `main.c` compares one step with JAX's.
 
+    Flat arguments that are `PagedArray`s lie on the board's storage, and new ones take
+    their places. `poet_storage.bin` is what has to lie there before `poet_init`.
+
     Args:
       schedule: of `Scheduled.plan`, or of `Scheduled.plan_for_board`, which compiles
         nothing here.
@@ -117,20 +130,23 @@ def c(
     flash_bytes = sum(graph.values[v].nbytes for v in flash)
     plan_bytes = schedule.usage.peak_bytes - flash_bytes
     steps, arena = _fitted(program, flash, plan_bytes)
-    pages = _page_sizes(graph, steps.slots)
-    page_bytes = sum(pages.values())
+    storage, in_ram = steps.storage, graph.donated - graph.stored.keys()
     if board is not None:
-        _refuse_board(board, arena.nbytes, page_bytes)
+        _refuse_board(board, arena.nbytes, storage.nbytes)
     project = Project(
         pathlib.Path(folder),
         arena.nbytes,
         plan_bytes,
         arena.floor_bytes,
         _constant_bytes(steps),
-        sum(graph.values[v].nbytes for v in graph.arguments if v in graph.donated),
-        page_bytes,
-        max(pages.values(), default=0),
-        len(pages),
+        sum(graph.values[v].nbytes for v in graph.arguments if v in in_ram),
+        storage.nbytes,
+        storage.state_bytes,
+        {
+            number: storage.begins[v]
+            for number, v in enumerate(graph.arguments)
+            if v in graph.stored
+        },
     )
     expected = _by_jax(schedule.program.graph, leaves)
     texts = sources.written(graph, steps, arena, project, leaves, expected)
@@ -139,6 +155,7 @@ def c(
         shutil.copy(pathlib.Path(__file__).parent / name, project.folder / name)
     for name, text in texts.items():
         (project.folder / name).write_text(text, encoding="utf-8")
+    _write_storage(project, graph, storage, leaves, expected)
     return project
 
 
@@ -204,23 +221,25 @@ def _refuse(graph: Graph, program: Program) -> None:
         )
     if names := unsupported(program):
         raise _no_kernel(names)
-    _refuse_overwritten(graph, program)
+    _refuse_storage(graph, program)
 
 
-def _refuse_overwritten(graph: Graph, program: Program) -> None:
-    """New state is written to the page of the old one, which nobody may read then."""
-    slots = page_slots(program)
-    written: dict[int, int] = {}
-    for x in program.instructions:
-        if isinstance(x, PageOut) and x.value in graph.landing:
-            written[slots[x.value]] = x.value
-        elif isinstance(x, PageIn) and written.get(slots[x.value], x.value) != x.value:
-            name = graph.values[x.value].name
-            raise ValueError(
-                f"{name} is read again after the state that replaces it is on storage. "
-                "A C program has one page for both. Write the step so that it reads "
-                "state before it returns the new one, or keep that state in RAM."
-            )
+def _refuse_storage(graph: Graph, program: Program) -> None:
+    """New state is written to the place of the old one, which nobody may read then."""
+    storage = Storage.of(program)
+    if storage.nbytes >= MOST_STORAGE_BYTES:
+        raise ValueError(
+            f"The step has {format_bytes(storage.nbytes)} on storage. Places there are "
+            f"int32, below {format_bytes(MOST_STORAGE_BYTES)}. Plan a smaller model."
+        )
+    value = overwritten(program, storage)
+    if value is not None:
+        raise ValueError(
+            f"{graph.values[value].name} is read again after the state that replaces "
+            "it is on storage. A C program has one place for both. Write the step so "
+            "that it reads state before it returns the new one, or keep that state in "
+            "RAM."
+        )
 
 
 def _refuse_board(board: DeviceProfile, arena_bytes: int, page_bytes: int) -> None:
@@ -271,7 +290,8 @@ def _by_jax(graph: Graph, leaves: Sequence[np.ndarray]) -> list[np.ndarray]:
         else x
         for v, x in zip(graph.arguments, leaves, strict=True)
     ]
-    return [np.asarray(words(x)) for x in jax.jit(graph)(*given)]
+    step = graph if not is_cut(graph) else lambda *given: results_of(graph, given)
+    return [np.asarray(words(x)) for x in jax.jit(step)(*given)]
 
 
 def _flash(
@@ -304,8 +324,19 @@ def _constant_bytes(steps: Steps) -> int:
     return sum(x.nbytes for x in read)
 
 
-def _page_sizes(graph: Graph, slots: dict[int, int]) -> dict[int, int]:
-    sizes: dict[int, int] = {}
-    for v, slot in slots.items():
-        sizes[slot] = max(sizes.get(slot, 0), graph.values[v].nbytes)
-    return sizes
+def _write_storage(
+    project: Project,
+    graph: Graph,
+    storage: Storage,
+    leaves: Sequence[np.ndarray],
+    expected: Sequence[np.ndarray],
+) -> None:
+    """The files of what is on storage before and after the test's step."""
+    if not project.stored:
+        for name in (BEFORE, AFTER):
+            (project.folder / name).unlink(missing_ok=True)
+        return
+    given = {number: leaves[number] for number in project.stored}
+    new = {old: expected[leaf] for leaf, old in replaced_leaves(graph).items()}
+    for name, arrays in (BEFORE, given), (AFTER, given | new):
+        (project.folder / name).write_bytes(storage.image(graph, arrays))

@@ -10,6 +10,7 @@ from poet_jax.emit.c99.buffers import C_TYPES, Buffer, Pointer, Step
 from poet_jax.emit.c99.offsets import Arena
 from poet_jax.emit.c99.programs import Steps
 from poet_jax.emit.c99.scalars import constant
+from poet_jax.emit.c99.storage import replaced_leaves
 
 if TYPE_CHECKING:
     from poet_jax.emit.c99.project import Project
@@ -101,15 +102,16 @@ class _Text:
             for buffer in step.reads:
                 if buffer.in_flash and buffer not in self.flash:
                     self.flash[buffer] = f"poet_constant_{len(self.flash)}"
-        landed = {place.leaf for place in graph.landing.values()}
+        homes = replaced_leaves(graph)
+        landed = {leaf: graph.arguments[old] for leaf, old in homes.items()}
         self.arguments = [self.lies(v, True) for v in graph.arguments]
         self.results = [
-            self.lies(v, False, leaf in landed) for leaf, v in enumerate(graph.results)
+            self.lies(v, False, landed.get(leaf))
+            for leaf, v in enumerate(graph.results)
         ]
-        self.state = [
-            number for number, v in enumerate(graph.arguments) if v in graph.donated
-        ]
-        self.saved = [x for x in self.state if not self.arguments[x].startswith("-1")]
+        state = [n for n, v in enumerate(graph.arguments) if v in graph.donated]
+        self.in_flash = [x for x in state if x not in project.stored]
+        self.saved = [x for x in state if not self.arguments[x].startswith("-1")]
 
     @property
     def save_bytes(self) -> int:
@@ -122,21 +124,23 @@ class _Text:
             return self.flash[buffer]
         return f"({buffer.c_type} *)(m + {self.arena.offsets[buffer]})"
 
-    def lies(self, value: int, is_argument: bool, landed: bool = False) -> str:
-        """Fields of a `poet_array`: where a value lies between steps."""
+    def lies(self, value: int, is_argument: bool, home: int | None = None) -> str:
+        """Fields of a `poet_array`: where a value lies between steps, in the place on
+        storage of the value `home` if there is one."""
         x = self.graph.values[value]
-        page, offset = -1, -1
-        if is_argument and value in self.steps.inputs:
+        home = value if value in self.graph.stored else home
+        begin, offset = -1, -1
+        if home is not None:
+            begin = self.steps.storage.begins[home]
+        elif is_argument and value in self.steps.inputs:
             buffer = self.steps.inputs[value]
             offset = -1 if buffer.in_flash else self.arena.offsets[buffer]
-        elif not is_argument and not landed and value in self.steps.outputs:
+        elif not is_argument and value in self.steps.outputs:
             buffer = self.steps.outputs[value]
             moved = dict(self.arena.copied)
             offset = self.arena.offsets[moved.get(buffer, buffer)]
-        if offset < 0 and value in self.steps.slots:
-            page = self.steps.slots[value]
         dtype = x.dtype
-        return f"{offset}, {page}, {x.nbytes}, {dtype.itemsize}, '{dtype.kind}'"
+        return f"{offset}, {begin}, {x.nbytes}, {dtype.itemsize}, '{dtype.kind}'"
 
     def header(self) -> str:
         project = self.project
@@ -151,9 +155,8 @@ class _Text:
             f"#define POET_PLAN_BYTES {project.plan_bytes}",
             f"#define POET_CONSTANT_BYTES {project.constant_bytes}",
             f"#define POET_STATE_BYTES {project.state_bytes}",
-            f"#define POET_PAGES {project.pages}",
             f"#define POET_PAGE_BYTES {project.page_bytes}",
-            f"#define POET_LARGEST_PAGE_BYTES {project.largest_page_bytes}",
+            f"#define POET_STORED_BYTES {self.steps.storage.state_bytes}",
             f"#define POET_ARGUMENTS {len(self.arguments)}",
             f"#define POET_RESULTS {len(self.results)}",
             f"#define POET_FINGERPRINT 0x{self.graph.fingerprint[:8]}u",
@@ -165,20 +168,22 @@ class _Text:
             '#error "the arena does not fit into the RAM of the board"',
             "#endif",
             "",
-            "/* The first value of the state, and a step: -1 if a page failed. */",
+            "/* The first value of state in RAM, and a step: -1 if a page failed. */",
             "int poet_init(void);",
             "int poet_step(void);",
             "",
-            "/* The board moves pages, and returns 0 if it has. */",
-            "int poet_page_out(int32_t page, const void *from, uint32_t bytes);",
-            "int poet_page_in(int32_t page, void *to, uint32_t bytes);",
+            "/* The board moves pages to and from its storage, and returns 0 then.",
+            "   POET_PAGE_BYTES lie there. The first POET_STORED_BYTES are state: what",
+            "   is in poet_storage.bin lies there before poet_init. */",
+            "int poet_page_out(uint32_t at, const void *from, uint32_t bytes);",
+            "int poet_page_in(uint32_t at, void *to, uint32_t bytes);",
             "",
             "extern uint64_t poet_arena[(POET_ARENA_BYTES + 7) / 8];",
             "",
-            "/* Where an array lies between steps: in the arena, or on a page; -1 is",
+            "/* Where an array lies between steps: in the arena, or on storage; -1 is",
             "   neither. `kind` is f, i, u or b. */",
             "struct poet_array {",
-            "  int32_t offset, page;",
+            "  int32_t offset, storage;",
             "  uint32_t bytes, itemsize;",
             "  char kind;",
             "};",
@@ -244,20 +249,19 @@ class _Text:
         return "\n".join(_indented(lines)) + "\n"
 
     def init(self) -> list[str]:
-        lines = []
-        for number in self.state:
-            offset, page, nbytes, *_ = self.arguments[number].split(", ")
-            lines.append(
-                f"extern const {self.state_type(number)} poet_state_{number}[];"
+        declared, done = [], []
+        for number in self.in_flash:
+            offset, _, nbytes, *_ = self.arguments[number].split(", ")
+            to = f"(uint8_t *)poet_arena + {offset}"
+            c_type = self.state_type(number)
+            declared.append(f"extern const {c_type} poet_state_{number}[];")
+            done.append(f"memcpy({to}, poet_state_{number}, {nbytes});")
+        for v in sorted(self.graph.resident):
+            buffer, begin = self.steps.inputs[v], self.steps.storage.begins[v]
+            to = f"(uint8_t *)poet_arena + {self.arena.offsets[buffer]}"
+            done.append(
+                f"if (poet_page_in({begin}u, {to}, {buffer.nbytes})) return -1;"
             )
-            if offset != "-1":
-                to = f"(uint8_t *)poet_arena + {offset}"
-                lines.append(f"memcpy({to}, poet_state_{number}, {nbytes});")
-            elif page != "-1":
-                call = f"poet_page_out({page}, poet_state_{number}, {nbytes})"
-                lines.append(f"if ({call}) return -1;")
-        declared = [x for x in lines if x.startswith("extern")]
-        done = [x for x in lines if not x.startswith("extern")]
         return [*declared, "int poet_init(void) {", *done, "return 0;", "}"]
 
     def state_type(self, number: int) -> str:
@@ -274,7 +278,7 @@ class _Text:
             assert buffer.data is not None
             data = np.asarray(buffer.data).astype(buffer.dtype)
             lines += [f"extern const {buffer.c_type} {name}[];", *array(name, data)]
-        for number in self.state:
+        for number in self.in_flash:
             data = np.asarray(self.leaves[number])
             name = f"poet_state_{number}"
             c_type = self.state_type(number)
@@ -304,17 +308,19 @@ class _Text:
             "",
         ]
         tables = []
-        for kind, arrays in (("given", self.leaves), ("expected", expected)):
+        in_ram = [row.split(",")[0] != "-1" for row in self.arguments]
+        given = [here and n not in self.in_flash for n, here in enumerate(in_ram)]
+        on_storage = [row.split(", ")[1] != "-1" for row in self.results]
+        for kind, arrays, shown in (
+            ("given", self.leaves, given),
+            ("expected", expected, [not x for x in on_storage]),
+        ):
             names = []
             for number, data in enumerate(arrays):
-                name = f"{kind}_{number}"
-                is_state = kind == "given" and number in self.state
-                is_constant = (
-                    kind == "given" and self.arguments[number].split(",")[0] == "-1"
-                )
-                if is_state or is_constant:
+                if not shown[number]:
                     names.append("NULL")
                     continue
+                name = f"{kind}_{number}"
                 names.append(name)
                 lines += array(name, np.asarray(data), "static const")
             names = names or ["NULL"]
