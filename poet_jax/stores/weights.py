@@ -68,7 +68,7 @@ def write(
         with open(new, "wb") as file:
             file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
             for array in arrays.values():
-                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+                file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(new, path)
