@@ -7,7 +7,7 @@ parameters and the optimizer's state in a file, and with `jax.jit`, the same qua
 kernels and everything in RAM. Parameters and tokens are random, the same in both.
 Written to experiments/results/language_models: a row for each case. `rise_bytes` are
 those of the process's high-water mark over what it held besides the state in RAM before
-the second step. Takes about 15 minutes on two cores, and 12 GB of RAM and of disk.
+the second step. Takes about half an hour on two cores, and 12 GB of RAM and of disk.
 """
 
 import dataclasses
@@ -56,6 +56,7 @@ class Case:
 CASES = {
     "lora_1b_int4": Case("1b", "lora", "int4", 1, 256, "800MiB"),
     "lora_1b_int8": Case("1b", "lora", "int8", 1, 256, "800MiB"),
+    "lora_3b_int4": Case("3b", "lora", "int4", 1, 256, "1800MiB"),
     "lora_135m_int4": Case("135m", "lora", "int4", 2, 512, "768MiB"),
     "full_125m": Case("125m", "full", None, 1, 1024, "768MiB"),
 }
