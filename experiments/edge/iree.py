@@ -170,7 +170,10 @@ class Model:
                 if step := self.fastest(target, path, inputs):
                     self._add(share, plan, "IREE", step, way)
                     break
-                texts.pop(way)
+                if way == "in_place":
+                    del texts[way]
+            else:
+                print(f"  IREE has no module for {target.name}", flush=True)
 
     def fastest(
         self, target: tools.Target, path: pathlib.Path, inputs: list[pathlib.Path]
