@@ -21,6 +21,8 @@ $P --model=resnet18 --board=mps2-an500 --steps=2 --budget=16MB --ram=16MiB
 $P --model=resnet18:width=4 --board=all --budget=128KiB --ram=256KiB
 $P --model=bert2:width=32,length=32 --board=all --budget=112KiB --ram=192KiB
 $P --model=bert2:length=64 --board=mps2-an500 --budget=560KiB --ram=640KiB
+.venv/bin/python -m experiments.microcontroller.fits \
+    --rows=experiments/results/microcontroller/fits.csv
 .venv/bin/python -m experiments.microcontroller.averaging \
     --rows=experiments/results/microcontroller/averaging.csv
 .venv/bin/python -m experiments.microcontroller.by_hand \
