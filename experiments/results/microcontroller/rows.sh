@@ -14,12 +14,15 @@ $P $M --update=bias --budget=240KiB --ram=256KiB
 $P $M --update=full
 S=experiments/results/microcontroller/storage.csv
 rm -f $S
-P=".venv/bin/python -m experiments.microcontroller --rows=$S --stored=4KiB"
-P="$P --planner=greedy --batch_size=1 --examples=16 --trained=16 --learning_rate=0.01"
+P=".venv/bin/python -m experiments.microcontroller --rows=$S --planner=greedy"
+$P $M --update=quarter --stored=2KiB --budget=254kB --ram=256KiB
+P="$P --stored=4KiB --batch_size=1 --examples=16 --trained=16 --learning_rate=0.01"
 $P --model=resnet18 --board=mps2-an500 --steps=2 --budget=16MB --ram=16MiB
 $P --model=resnet18:width=4 --board=all --budget=128KiB --ram=256KiB
-$P --model=bert2:width=32,length=32 --board=all --budget=96KiB --ram=192KiB
+$P --model=bert2:width=32,length=32 --board=all --budget=112KiB --ram=192KiB
 $P --model=bert2:length=64 --board=mps2-an500 --budget=560KiB --ram=640KiB
+.venv/bin/python -m experiments.microcontroller.fits \
+    --rows=experiments/results/microcontroller/fits.csv
 .venv/bin/python -m experiments.microcontroller.averaging \
     --rows=experiments/results/microcontroller/averaging.csv
 .venv/bin/python -m experiments.microcontroller.by_hand \

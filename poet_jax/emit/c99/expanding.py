@@ -100,12 +100,12 @@ def _expanded(equations: Iterable[Equation]) -> Iterator[Equation]:
 
 
 def _turned_products(
-    equations: list[Equation], written: Collection[Name]
+    equations: list[Equation], written: Collection[Any]
 ) -> Iterator[Equation]:
     """`equations`, with operands of a product in the other order where its transpose is
     an array and the product is not: the gradient of a kernel, most of all."""
-    readers = Counter(x for equation in equations for x in equation.reads)
-    transposes = {
+    readers: Counter[Any] = Counter(x for e in equations for x in e.reads)
+    transposes: dict[Any, Equation] = {
         x.operands[0]: x
         for x in equations
         if x.primitive.name == "transpose"
@@ -113,7 +113,7 @@ def _turned_products(
         and x.operands[0] not in written
         and readers[x.operands[0]] == 1
     }
-    made: set[Name] = set()
+    made: set[Any] = set()
     for equation in equations:
         first = next(iter(equation.results), None)
         product = None
