@@ -5,7 +5,7 @@ Time:     six minutes on two cores.
 Expect:   no difference between the losses of both runs, wherever the kills fell.
 
 One run of `experiments.language_model` is not disturbed. The other gets SIGKILL, its
-children with it, --kills times, each at a random moment in the first quarter of the
+children with it, --kills times, each at a random moment in the first fifth of the
 seconds that the undisturbed run took; then it completes. Both keep parameters and
 moments in a file, and save their state after every second step. A row is a start of the
 second run: how long it lived, and how many steps were saved by then.
@@ -87,7 +87,7 @@ def main() -> None:
     with appending(rows, COLUMNS) as append:
         for start in range(KILLS.value + 1):
             last = start == KILLS.value
-            limit = None if last else moments.uniform(0, seconds / 4)
+            limit = None if last else moments.uniform(0, seconds / 5)
             lived, was_killed = run(killed, limit)
             if not (was_killed or last):
                 raise RuntimeError("It was done before all kills. Use more --steps.")
