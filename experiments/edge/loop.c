@@ -11,13 +11,13 @@
 extern const void *const poet_given[];
 
 /* Plans here move no pages. */
-int poet_page_out(int32_t page, const void *from, uint32_t bytes) {
-  (void)page, (void)from, (void)bytes;
+int poet_page_out(uint32_t at, const void *from, uint32_t bytes) {
+  (void)at, (void)from, (void)bytes;
   return -1;
 }
 
-int poet_page_in(int32_t page, void *to, uint32_t bytes) {
-  (void)page, (void)to, (void)bytes;
+int poet_page_in(uint32_t at, void *to, uint32_t bytes) {
+  (void)at, (void)to, (void)bytes;
   return -1;
 }
 

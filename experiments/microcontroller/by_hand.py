@@ -11,12 +11,10 @@ backward and gradient descent in plain C99, with the same functions for exp and 
 
 import pathlib
 
-import jax
 import numpy as np
 from absl import app, flags
 
-import poet_jax
-from experiments.microcontroller import boards, examples, models
+from experiments.microcontroller import boards, perceptron
 from experiments.program import program, write_rows
 from poet_jax.core.units import parse_bytes
 
@@ -24,32 +22,6 @@ BOARD = flags.DEFINE_list("board", ["mps2-an386", "mps2-an500"], "Boards.")
 STEPS = flags.DEFINE_integer("steps", 10, "Training steps.", 1)
 OUTPUT = flags.DEFINE_string("output", "outputs/by_hand", "Folder of the project.")
 ROWS = flags.DEFINE_string("rows", None, "CSV file for the rows, written anew.")
-
-BATCH_SIZE, RATE = 16, 0.2
-
-
-def project(folder: pathlib.Path, steps: int) -> poet_jax.emit.Project:
-    """The perceptron's project, with examples for so many steps."""
-    case = models.make("mlp", "full", 400)
-    arguments = case.arguments(BATCH_SIZE, RATE)
-    schedule = poet_jax.schedule(
-        case.step,
-        "100%",
-        device=poet_jax.devices.STM32H7,
-        planner=poet_jax.keep_all,
-        donate_argnums=0,
-    ).plan_for_board(*arguments)
-    written = poet_jax.emit.c(schedule, folder, arguments, flash_argnums=1)
-    examples.write(
-        case,
-        folder,
-        batch_size=BATCH_SIZE,
-        trained=320,
-        steps=steps,
-        rate=RATE,
-    )
-    assert len(jax.tree.leaves(case.trained)) == 6, "as by_hand.c has it"
-    return written
 
 
 def weights(folder: pathlib.Path) -> np.ndarray:
@@ -66,7 +38,7 @@ def main() -> None:
             f"`{boards.INSTALL}`."
         )
     folder = pathlib.Path(OUTPUT.value).resolve()
-    print(project(folder, STEPS.value))
+    print(perceptron.project(folder, STEPS.value))
     rows = []
     for name in BOARD.value:
         board = boards.BOARDS[name]

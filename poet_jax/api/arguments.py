@@ -31,8 +31,8 @@ class StaticArguments:
     def __init__(
         self,
         fun: Callable,
-        nums: int | Iterable[int] | None = None,
-        names: str | Iterable[str] | None = None,
+        nums: int | Iterable[int] | None,
+        names: str | Iterable[str] | None,
     ):
         self.nums = {nums} if isinstance(nums, int) else set(nums or ())
         self.names = {names} if isinstance(names, str) else set(names or ())

@@ -46,21 +46,13 @@ def _plan(name: str, graph: Graph, costs: Costs, budget: Budget, remat: bool) ->
     return judged.plan(name, since, bound=least_objective(graph, costs, "energy"))
 
 
-def evict(
-    graph: Graph,
-    costs: Costs,
-    budget: Budget,
-    *,
-    remat: bool = True,
-    paging: bool = True,
-    objective: str = "energy",
-) -> Judged:
+def evict(graph: Graph, costs: Costs, budget: Budget, *, remat: bool = True) -> Judged:
     """The cheapest state that fits of an eviction sequence, which no budget changes.
 
     So more budget never costs more joules (without static watts; seconds depend on the
     room for prefetching). Where no state fits, the one with the smallest peak.
     """
-    states = improving(graph, costs, budget, objective, remat, paging)
+    states = improving(graph, costs, budget, "energy", remat)
     return [judged for judged in states if judged is not None][-1]
 
 

@@ -15,9 +15,7 @@ from poet_jax.planners.planner import (
 )
 
 
-def keep_all(
-    graph: Graph, costs: Costs, budget: Budget, objective: str = "energy"
-) -> Plan:
+def keep_all(graph: Graph, costs: Costs, budget: Budget) -> Plan:
     """Compute every node once and page nothing.
 
     The cheapest plan there is wherever it fits, so its status is OPTIMAL, unless it
@@ -27,12 +25,10 @@ def keep_all(
     judged = keep_everything(graph, costs)
     if not fits(judged.usage, budget):
         raise budget_too_small(graph, costs, budget, judged, "keep_all")
-    bound = least_objective(graph, costs, objective)
+    bound = least_objective(graph, costs, "energy")
     at_home = graph.stored or graph.landing
     status = Status.HEURISTIC if at_home else Status.OPTIMAL
-    return judged.plan(
-        "keep_all", since, objective=objective, bound=bound, status=status
-    )
+    return judged.plan("keep_all", since, bound=bound, status=status)
 
 
 def sqrt(graph: Graph, costs: Costs, budget: Budget) -> Plan:

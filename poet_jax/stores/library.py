@@ -219,7 +219,7 @@ def load_page(
     kind: tuple[Sequence[int], Any],
     places: Sequence[PagePlace],
     name: str,
-    blocks: Sequence[int] | None = None,
+    blocks: Sequence[int] | None,
 ) -> jax.Array:
     """Read the array at `places`, [B] rows as for `page_in`, into memory of its own.
 

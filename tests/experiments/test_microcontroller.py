@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from experiments.microcontroller import boards, by_hand
+from experiments.microcontroller import boards
+from experiments.microcontroller.perceptron import project
 
 needs_tools = pytest.mark.skipif(
     bool(boards.missing()), reason=f"`{boards.INSTALL}` is what it needs"
@@ -46,7 +47,7 @@ STRAYS = {
 @pytest.fixture(scope="module")
 def perceptron(tmp_path_factory):
     folder = tmp_path_factory.mktemp("perceptron")
-    by_hand.project(folder, steps=1)
+    project(folder, steps=1)
     return folder
 
 
