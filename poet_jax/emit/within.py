@@ -33,9 +33,9 @@ SHARES = 1.0, 0.5
 # XLA pads each small array to 64 bytes: a transfer's record, its place among the
 # results, and the number that says that it is done.
 RECORD_BYTES = 3 * 64
-# The last bytes cost most: with so much more than the leanest plan has beside arguments
-# and results, plans are far cheaper.
-EASE = 0.05
+# The last bytes cost most: with so much more than the leanest plan, plans are far
+# cheaper.
+EASE = 0.03
 # Of what a plan gives up, XLA's arena gives up so much: it packs less well the more is
 # moved and made again.
 SAVED = 0.5
@@ -119,7 +119,7 @@ class _Fitting:
         self.seen, self.costs = as_allocated(graph, costs, scratch)
         self.held_bytes = _held_bytes(self.seen, self.costs)
         self.compilations = self.compiled_bytes = 0
-        self.has_planned = False
+        self.is_close = False
         self.leanest: Plan | None = None
         self.refused: BudgetTooSmall | None = None
         self.smallest_bytes = self.least_bytes = 0
@@ -164,21 +164,23 @@ class _Fitting:
             and least > HOPELESS * self.limit
         ):
             raise self.refused
-        eased = least + int(EASE * max(0, least - self.held_bytes))
-        if least < eased and (plan := self.planned(eased)) is not None:
+        eased = int(least * (1 + EASE))
+        self.is_close = False  # there is much to gain, and a plan is hard to find
+        if (plan := self.planned(eased)) is not None:
             yield plan, eased, 0
-            if self.excess_bytes > 2 * MARGIN * (eased - self.held_bytes):
+            room_bytes = eased - self.held_bytes
+            if self.excess_bytes > eased - least + MARGIN * room_bytes:
                 return  # the leanest will not make up for that
         yield self.leanest, least, 0
 
     def planned(self, allowed: int) -> Plan | None:
         """A plan within so many bytes that never drops resident state, since XLA holds
-        arguments to the end; None if there is none. All but the first take half the
-        time.
+        arguments to the end; None if there is none. Half the time is enough where only
+        a little less is asked for than before.
         """
         within = dataclasses.replace(self.budget, memory_bytes=allowed)
-        planner = self.planner.hastened() if self.has_planned else self.planner
-        self.has_planned = True
+        planner = self.planner.hastened() if self.is_close else self.planner
+        self.is_close = True
         try:
             plan = planner(self.seen, self.costs, within, self.leanest)
             while plan.resident:
