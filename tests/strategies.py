@@ -20,7 +20,7 @@ from poet_jax.planners.planner import floor_bytes, keep_everything
 
 DEVICE = poet_jax.devices.RASPBERRY_PI_4
 EXAMPLES = 35  # of a law that does not say how many
-GATE = 0.3  # the share of them that the gate tries
+GATE = 0.25  # the share of them that the gate tries
 
 
 def examples(count):

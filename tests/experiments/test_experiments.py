@@ -365,7 +365,7 @@ def rows_of(path):
 
 
 def test_the_step_benchmark_measures_the_least_memory_beside_jit(tmp_path):
-    flags = ("--models=mlp", "--shares=least", "--seconds=0", "--time_limit=2")
+    flags = ("--models=mlp", "--shares=least", "--seconds=0", "--time_limit=1")
     run_module("benchmarks.step_benchmark", tmp_path, *flags)
     (row,) = rows_of(tmp_path / "steps.csv")
     assert int(row["compiled_bytes"]) <= int(row["budget_bytes"])
@@ -461,7 +461,7 @@ def test_compile_seconds_are_of_any_thread_and_counted_once(monkeypatch):
 
 def test_state_on_storage_trains_as_jit_does(tmp_path):
     flags = ("--dataset=digits", "--steps=3", "--batch_size=64", "--budget=100%")
-    size = ("--model=mlp:width=512", "--time_limit=2")
+    size = ("--model=mlp:width=256", "--time_limit=1")
     run_module("benchmarks.paged_state", tmp_path, *flags, *size)
     result = json.loads((tmp_path / "mlp.json").read_text())
     ours, plain = result["rows"]
