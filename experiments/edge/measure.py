@@ -237,9 +237,11 @@ def resident(text: str) -> int | None:
 
 
 def apart(found: Arrays, expected: Arrays, before: Arrays) -> float:
-    """The norm of what new state differs by, relative to that of what the step changes
-    of the old state, `before`; or that of other results, relative to theirs, if that is
-    more. State comes first among results."""
+    """The larger of two relative errors, by norms: of the new state, and of the rest.
+
+    The error of the state is relative to its change from `before`. State comes first
+    among results.
+    """
 
     def relative(numbers: range) -> float:
         error = change = 0.0

@@ -62,10 +62,9 @@ def save_paged(
 ) -> None:
     """Write arrays, by name, to a file in the format of safetensors.
 
-    They may be `PagedArray`s; one at a time is in RAM. A file that is there is replaced
-    once all of the new one is on storage. `metadata` goes into its header. Raises
-    ValueError for a dtype that the format has not, such as that of typed PRNG keys, and
-    OSError.
+    Arrays may be `PagedArray`s; one at a time is in RAM. An existing file is replaced
+    once the new one is complete on storage. `metadata` goes into its header. Raises
+    ValueError for a dtype that the format lacks, such as typed PRNG keys, and OSError.
     """
     write(path, arrays, metadata or {})
 

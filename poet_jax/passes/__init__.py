@@ -45,8 +45,8 @@ def run_passes(graph: Graph, passes: Iterable[Pass] = PASSES) -> Graph:
 def for_board(passes: Iterable[Pass]) -> list[Pass]:
     """`passes` for a program of C.
 
-    Loops stay whole, forms for XLA are left out, and blocks of what is on storage are
-    small. What is only read in another order is no array.
+    They keep loops whole, leave out the forms for XLA, and read arrays on storage in
+    small blocks. A value that is only read in another order gets no array of its own.
     """
     chosen: list[Pass] = []
     for change in passes:

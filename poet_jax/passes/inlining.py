@@ -104,9 +104,9 @@ class _Recomputer:
     def moved(self, node: Node, kinds: dict[Any, jax.ShapeDtypeStruct]) -> "_Moved":
         """What to compute again of a light forward node, so that the least is kept.
 
-        Each value is tried as kept, too, and stays kept where that takes no more. So a
-        residual stream is kept: a layer's summand is as large as the sum, and without
-        the sum each layer would add up all layers below it.
+        A value stays kept if keeping it takes no more memory. So a residual stream is
+        kept: a layer's summand is as large as the sum, and without the sum each layer
+        would add up all layers below it.
         """
 
         def of(values: list[int]) -> tuple[int, _Moved]:

@@ -119,7 +119,7 @@ class Items:
         return tuple(self._patterns[k] for k in sorted(chosen))
 
     def least_worth(self, chosen: frozenset[int]) -> int:
-        """Of these items that of least gain per second of nodes that it alone needs."""
+        """The item with the least gain per second of the nodes that it alone needs."""
 
         def worth(item: int) -> float:
             own = [

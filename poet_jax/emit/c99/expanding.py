@@ -127,8 +127,7 @@ def _turned_products(
 
 
 def _turned_product(product: Equation, transpose: Equation) -> Equation | None:
-    """The transpose of a product as a product, if it swaps what is free of its
-    operands."""
+    """The transposed product as a product of swapped operands, if it is one."""
     if product.primitive.name != "dot_general":
         return None
     (contract, other), batch = product.params["dimension_numbers"]
