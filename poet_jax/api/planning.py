@@ -38,8 +38,8 @@ class Target:
       whole: compiles the function as `jax.jit` does; None where that cannot run.
       scratch: [N] bytes that libraries allocate for each node without XLA's knowledge.
       in_stages: whether stages run even where `whole` fits.
-      is_rewritten: whether passes made stages faster than `whole`, so that they run
-        where they fit.
+      stages_first: whether stages run where they have room for all values, even if
+        `whole` fits.
       processes: that run the step together, and so have to have one plan.
       refinable: passes that can cut the graph finer; see `compile_within`.
     """
@@ -48,7 +48,7 @@ class Target:
     whole: Callable[[], Step] | None
     scratch: Sequence[int]
     in_stages: bool = False
-    is_rewritten: bool = False
+    stages_first: bool = False
     processes: Processes = Processes()
     refinable: Set[str] = frozenset()
 
@@ -100,6 +100,7 @@ class _Compilation:
         self.graph, self.costs, self.target = graph, costs, target
         self.planner, self.budget, self.cache = planner, budget, cache
         self.everything = keep_everything(graph, costs)
+        self.keep_all_bytes = keep_all_bytes(graph, costs, target.scratch)
         self.whole: Step | None = None
         self.facts: dict[str, int] = {}  # that only compiling tells
         if cache is not None:
@@ -113,7 +114,7 @@ class _Compilation:
                 self._compile_whole(self.target.whole)
         self.most_bytes = max(
             self.everything.usage.peak_bytes,
-            keep_all_bytes(self.graph, self.costs, self.target.scratch),
+            self.keep_all_bytes,
             self.facts.get("whole_bytes", 0),
         )
         return parse_budget(self.budget, self.most_bytes)
@@ -126,9 +127,10 @@ class _Compilation:
 
     def schedule(self) -> Schedule:
         """The step as a whole if the budget covers that, else in stages; the other way
-        around if passes made stages faster."""
+        around if the target says so."""
         hoped_bytes = self.everything.usage.peak_bytes / HOPE
-        if not self.target.is_rewritten:
+        is_roomy = self.keep_all_bytes <= self.limits.memory_bytes
+        if not (self.target.stages_first and is_roomy):
             schedule = self.as_a_whole(hoped_bytes)
             if schedule is not None:
                 return schedule

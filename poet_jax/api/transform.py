@@ -39,12 +39,17 @@ from poet_jax.emit.shards import sharded
 from poet_jax.passes import PASSES, Pass, blockwise, for_board, run_passes, unroll
 from poet_jax.passes.cpu.scratch import node_scratch
 from poet_jax.planners.milp.search import MilpPlanner
+from poet_jax.planners.planner import keep_everything
 
 logger = logging.getLogger("poet_jax")
 
-# Rewritten operations that save this share of the modelled seconds are worth more than
-# XLA's freedom to fuse and reorder the whole step. Measured steps saved twice as much.
+# A CPU takes less time for stages than for the function as a whole, as they need less
+# memory: from so many bytes on, as fewer stay in its caches. Below, other forms of
+# operations have to save this share of the modelled seconds.
+LARGE_BYTES = 2 * 2**20
 SAVED = 0.1
+# Stages that hold so many times the function's own equations take long to compile.
+GROWN = 2
 # Passes whose parts get smaller where a step does not fit.
 CUTS = {"unroll": unroll, "blockwise": blockwise}
 
@@ -327,8 +332,8 @@ class Scheduled:
             None if graph.stored else whole,
             scratch,
             in_stages=self.executor.trace,
-            is_rewritten=processes.agree(
-                lambda: _is_faster(graph, costs, self.device or host())
+            stages_first=processes.agree(
+                lambda: _stages_first(traced, graph, costs, self.device or host())
             ),
             processes=processes,
         )
@@ -389,11 +394,19 @@ def _check_options(device: Any, planner: Any, executor: Any) -> None:
             )
 
 
-def _is_faster(graph: Graph, costs: Costs, device: DeviceProfile) -> bool:
-    """Whether passes put in other equations, or other forms of them that save a share
-    of `SAVED` or more."""
-    if graph.rewritten or not graph.is_lowered:
+def _stages_first(
+    traced: Graph, graph: Graph, costs: Costs, device: DeviceProfile
+) -> bool:
+    """Whether a graph that passes made is better run in stages than `traced` as a
+    whole, if both fit."""
+    if graph.rewritten or not graph.on_cpu:
         return graph.rewritten
+    if graph.equation_count > GROWN * traced.equation_count:
+        return False
+    if keep_everything(graph, costs).usage.peak_bytes >= LARGE_BYTES:
+        return True
+    if not graph.is_lowered:
+        return False
     plain = map_equations(graph, lambda e: dataclasses.replace(e, lowering=None))
     return costs.seconds.sum() <= (1 - SAVED) * price(plain, device).seconds.sum()
 

@@ -346,6 +346,10 @@ class Graph:
         """Whether an equation is computed in another way than by its primitive."""
         return any(e.lowering for node in self.nodes for e in node.equations)
 
+    @property
+    def equation_count(self) -> int:
+        return sum(len(node.equations) for node in self.nodes)
+
     def __call__(
         self, *leaves: Any, see: Callable[[int, Any], None] | None = None
     ) -> list[Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
@@ -30,6 +31,9 @@ MARGIN = 0.1
 # Of the room, what a stage may fill at first and if that does not fit. The wider stages
 # are, the more XLA fuses in them, and the less it keeps to the plan's order.
 SHARES = 1.0, 0.5
+# However large the budget is, a stage fills at most so many times the plan's peak: on a
+# CPU, steps in less memory are faster, as less of it is new to the process each time.
+SPREAD = 1.5
 # XLA pads each small array to 64 bytes: a transfer's record, its place among the
 # results, and the number that says that it is done.
 RECORD_BYTES = 3 * 64
@@ -115,7 +119,7 @@ class _Fitting:
         self.graph, self.budget, self.build = graph, budget, build
         self.refinable = refinable
         self.planner = BasePlanner.of(planner)
-        self.limit = budget.memory_bytes
+        self.limit = min(budget.memory_bytes, sys.maxsize)
         self.seen, self.costs = as_allocated(graph, costs, scratch)
         self.held_bytes = _held_bytes(self.seen, self.costs)
         self.compilations = self.compiled_bytes = 0
@@ -143,7 +147,9 @@ class _Fitting:
             if plan is None:
                 break
             if stage_bytes is None:
-                stage_bytes = held_bytes + int(share * (allowed - held_bytes))
+                most_bytes = SPREAD * self.judged(plan).usage.peak_bytes
+                room_bytes = max(0, min(allowed, most_bytes) - held_bytes)
+                stage_bytes = held_bytes + int(share * room_bytes)
             yield plan, allowed, stage_bytes
             room_bytes = max(0, allowed - held_bytes)
             less = max(room_bytes - self.excess_bytes / SAVED, room_bytes / 2)
