@@ -1,9 +1,11 @@
-# Two commands: `make demo` and `make test`. Both create .venv first if need be.
+# Two commands: `make demo` and `make test`. Both create .venv first if need be. What is
+# in experiments/ has tests of its own: `make test-experiments`.
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: setup demo edge test lint docs figures clean
+.PHONY: setup demo edge test test-experiments lint docs figures clean
 
 setup: .venv/.installed
 
@@ -21,7 +23,10 @@ edge: setup
 
 test: setup
 	$(MAKE) --jobs=2 lint docs
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(PYTEST) --ignore=tests/experiments
+
+test-experiments: setup
+	$(PYTEST) tests/experiments
 
 figures: setup
 	$(BIN)/python -m experiments.devices

@@ -30,7 +30,7 @@ logger = logging.getLogger("poet_jax")
 MARGIN = 0.1
 # Of the room, what a stage may fill at first and if that does not fit. The wider stages
 # are, the more XLA fuses in them, and the less it keeps to the plan's order.
-SHARES = 1.0, 0.5
+SHARES = 1.0, 0.5, 0.5
 # However large the budget is, a stage fills at most so many times the plan's peak: on a
 # CPU, steps in less memory are faster, as less of it is new to the process each time.
 SPREAD = 1.5
@@ -42,9 +42,10 @@ RECORD_BYTES = 3 * 64
 EASE = 0.03
 # Of what a plan gives up, XLA's arena gives up so much: it packs less well the more is
 # moved and made again.
-SAVED = 0.5
+SAVED = 0.8
 # What a plan needs over the budget, so that no compiler makes up for it.
 HOPELESS = 1.1
+MOST_COMPILATIONS = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +139,7 @@ class _Fitting:
     ) -> Iterator[tuple[Plan, int, int]]:
         """(plan, bytes that the planner and each stage were given), one after the other
         as long as none fits."""
-        held_bytes, room_bytes = self.held_bytes, max(0, self.limit - self.held_bytes)
+        room_bytes = max(0, self.limit - self.held_bytes)
         allowed, stage_bytes = max(1, int(self.limit - MARGIN * room_bytes)), None
         if first is not None:
             allowed, stage_bytes = first
@@ -147,14 +148,17 @@ class _Fitting:
             if plan is None:
                 break
             if stage_bytes is None:
-                most_bytes = SPREAD * self.judged(plan).usage.peak_bytes
-                room_bytes = max(0, min(allowed, most_bytes) - held_bytes)
-                stage_bytes = held_bytes + int(share * room_bytes)
+                stage_bytes = self.stage_bytes(plan, allowed, share)
             yield plan, allowed, stage_bytes
-            room_bytes = max(0, allowed - held_bytes)
+            room_bytes = max(0, allowed - self.held_bytes)
             less = max(room_bytes - self.excess_bytes / SAVED, room_bytes / 2)
-            allowed, stage_bytes = max(1, held_bytes + int(less)), None
+            allowed, stage_bytes = max(1, self.held_bytes + int(less)), None
         yield from self.lean_attempts()
+
+    def stage_bytes(self, plan: Plan, allowed: int, share: float) -> int:
+        """What a stage may fill: of a plan's room, a share."""
+        most_bytes = min(allowed, SPREAD * self.judged(plan).usage.peak_bytes)
+        return self.held_bytes + int(share * max(0, most_bytes - self.held_bytes))
 
     def lean_attempts(self) -> Iterator[tuple[Plan, int, int]]:
         """As `attempts`, of plans in little more than the least memory, or in that."""
@@ -172,7 +176,8 @@ class _Fitting:
             raise self.refused
         eased = int(least * (1 + EASE))
         self.is_close = False  # there is much to gain, and a plan is hard to find
-        if (plan := self.planned(eased)) is not None:
+        has_time = self.compilations < MOST_COMPILATIONS - 1
+        if has_time and (plan := self.planned(eased)) is not None:
             yield plan, eased, 0
             room_bytes = eased - self.held_bytes
             if self.excess_bytes > eased - least + MARGIN * room_bytes:
