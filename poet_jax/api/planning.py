@@ -10,6 +10,7 @@ from poet_jax.api.cache import PlanCache
 from poet_jax.api.processes import Processes
 from poet_jax.api.schedule import Schedule, as_compiled
 from poet_jax.core.costs import Costs
+from poet_jax.core.device import DeviceProfile
 from poet_jax.core.errors import BudgetTooSmall, PlanInvalid
 from poet_jax.core.graph import Graph
 from poet_jax.core.plan import (
@@ -23,6 +24,8 @@ from poet_jax.core.plan import (
     parse_budget,
 )
 from poet_jax.core.program import Program
+from poet_jax.core.rebuilding import map_equations
+from poet_jax.devices.price import price
 from poet_jax.emit import compile_within, keep_all_bytes
 from poet_jax.emit.executor import Step
 from poet_jax.emit.paged_step import PagedStep
@@ -77,6 +80,32 @@ def make_schedule(
     most_bytes = keep_everything(graph, costs).usage.peak_bytes
     limits = parse_budget(budget, most_bytes).on_storage_of(store_bytes, graph)
     return _within(Schedule.of(graph, costs, limits, planner(graph, costs, limits)))
+
+
+# A CPU takes less time for stages than for the function as a whole, as they need less
+# memory: from so many bytes on, as fewer stay in its caches. Below, other forms of
+# operations have to save this share of the modelled seconds.
+LARGE_BYTES = 2 * 2**20
+SAVED = 0.1
+# Stages that hold so many times the function's own equations take long to compile.
+GROWN = 2
+
+
+def prefers_stages(
+    traced: Graph, graph: Graph, costs: Costs, device: DeviceProfile
+) -> bool:
+    """Whether a graph that passes made is better run in stages than `traced` as a
+    whole, if both fit."""
+    if graph.rewritten or not graph.on_cpu:
+        return graph.rewritten
+    if graph.equation_count > GROWN * traced.equation_count:
+        return False
+    if keep_everything(graph, costs).usage.peak_bytes >= LARGE_BYTES:
+        return True
+    if not graph.is_lowered:
+        return False
+    plain = map_equations(graph, lambda e: dataclasses.replace(e, lowering=None))
+    return costs.seconds.sum() <= (1 - SAVED) * price(plain, device).seconds.sum()
 
 
 # XLA computes some values again inside a loop that would be kept otherwise, and so may

@@ -19,7 +19,7 @@ from poet_jax.api.effects import Effects, effects
 from poet_jax.api.function import JIT_OPTIONS, Function, NotPlanned
 from poet_jax.api.paging import apart, noting, pageable
 from poet_jax.api.pareto import Front, pareto
-from poet_jax.api.planning import Target, make_schedule
+from poet_jax.api.planning import Target, make_schedule, prefers_stages
 from poet_jax.api.schedule import Schedule
 from poet_jax.core.costs import Costs
 from poet_jax.core.device import DeviceProfile
@@ -28,7 +28,6 @@ from poet_jax.core.graph import Graph
 from poet_jax.core.plan import BudgetLike, Planner, check_budget
 from poet_jax.core.program import Program
 from poet_jax.core.purity import Operations, names_of
-from poet_jax.core.rebuilding import map_equations
 from poet_jax.devices.machine import free_bytes, host
 from poet_jax.devices.price import price
 from poet_jax.emit import emit
@@ -39,17 +38,9 @@ from poet_jax.emit.shards import sharded
 from poet_jax.passes import PASSES, Pass, blockwise, for_board, run_passes, unroll
 from poet_jax.passes.cpu.scratch import node_scratch
 from poet_jax.planners.milp.search import MilpPlanner
-from poet_jax.planners.planner import keep_everything
 
 logger = logging.getLogger("poet_jax")
 
-# A CPU takes less time for stages than for the function as a whole, as they need less
-# memory: from so many bytes on, as fewer stay in its caches. Below, other forms of
-# operations have to save this share of the modelled seconds.
-LARGE_BYTES = 2 * 2**20
-SAVED = 0.1
-# Stages that hold so many times the function's own equations take long to compile.
-GROWN = 2
 # Passes whose parts get smaller where a step does not fit.
 CUTS = {"unroll": unroll, "blockwise": blockwise}
 
@@ -333,7 +324,7 @@ class Scheduled:
             scratch,
             in_stages=self.executor.trace,
             stages_first=processes.agree(
-                lambda: _stages_first(traced, graph, costs, self.device or host())
+                lambda: prefers_stages(traced, graph, costs, self.device or host())
             ),
             processes=processes,
         )
@@ -392,23 +383,6 @@ def _check_options(device: Any, planner: Any, executor: Any) -> None:
                 f"`{name}` must be a {kind}, got {given!r}; use for example "
                 f"{name}=poet_jax.{example}"
             )
-
-
-def _stages_first(
-    traced: Graph, graph: Graph, costs: Costs, device: DeviceProfile
-) -> bool:
-    """Whether a graph that passes made is better run in stages than `traced` as a
-    whole, if both fit."""
-    if graph.rewritten or not graph.on_cpu:
-        return graph.rewritten
-    if graph.equation_count > GROWN * traced.equation_count:
-        return False
-    if keep_everything(graph, costs).usage.peak_bytes >= LARGE_BYTES:
-        return True
-    if not graph.is_lowered:
-        return False
-    plain = map_equations(graph, lambda e: dataclasses.replace(e, lowering=None))
-    return costs.seconds.sum() <= (1 - SAVED) * price(plain, device).seconds.sum()
 
 
 def _scratch(graph: Graph) -> tuple[list[int], int]:
