@@ -15,7 +15,8 @@ Columns are those of `experiments.benchmarks.measuring.measure_step`. Expect, fo
 row:
 
 - compiled_bytes at most budget_bytes, and planned_bytes about as many;
-- rise_bytes at most budget_bytes and 20 MiB, which XLA's threads and Python take;
+- rise_bytes at most budget_bytes and 20 MiB, which XLA's threads and Python take, and
+  in a row or two twice as much, as glibc keeps workspaces that threads freed;
 - ratio 0.8 to 1.05 in 100 %, which is keep-all in stages, and beyond that what is
   computed again elsewhere;
 - first_ratio, of the first step with tracing, planning and compiling over that of
