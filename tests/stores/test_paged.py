@@ -326,7 +326,7 @@ def test_a_table_larger_than_the_budget_is_an_embedding():
     """Of nnx: its rows are gathered and its gradient is applied block by block."""
     store = poet_jax.HostStore()
     optimizer = optax.adam(1e-2)
-    layer = nnx.Embed(2**15, 256, rngs=nnx.Rngs(0))
+    layer = nnx.Embed(2**17, 256, rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(layer)
 
     def step(state, ids):
@@ -339,15 +339,15 @@ def test_a_table_larger_than_the_budget_is_an_embedding():
         updates, moments = optimizer.update(gradient, moments, params)
         return (optax.apply_updates(params, updates), moments), value
 
-    ids = jax.random.randint(jax.random.key(0), (8, 32), 0, 2**15)
+    ids = jax.random.randint(jax.random.key(0), (8, 32), 0, 2**17)
     state = params, optimizer.init(params)
     expected, loss = jax.jit(step)(state, ids)
     paged_state = poet_jax.to_storage(state, store, 2**16)
-    planned = schedule(step, "28MB", store)  # the table takes 33
+    planned = schedule(step, "110MB", store)  # the table takes 134
     state, got = planned(paged_state, ids)
     np.testing.assert_allclose(got, loss, rtol=1e-6)
     assert_close(state, expected)
-    assert planned.last_run.peak_bytes <= 28_000_000
+    assert planned.last_run.peak_bytes <= 110_000_000
 
 
 def test_streamed_updates_take_the_room_of_a_block():
