@@ -2,8 +2,7 @@
 # in experiments/ has tests of its own: `make test-experiments`.
 PYTHON ?= python3
 BIN := .venv/bin
-# Tests wait for storage and for solvers: three processes keep two cores busy.
-PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal
 export JAX_PLATFORMS ?= cpu
 
 .PHONY: setup demo edge test test-experiments lint docs figures clean
