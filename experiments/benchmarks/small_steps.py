@@ -16,9 +16,9 @@ row:
 
 - compiled_bytes at most budget_bytes, and planned_bytes about as many;
 - rise_bytes at most budget_bytes and 20 MiB, which XLA's threads and Python take, and
-  in a row or two twice as much, as glibc keeps workspaces that threads freed;
-- ratio 0.8 to 1.05 in 100 %, which is keep-all in stages, and beyond that what is
-  computed again elsewhere;
+  in a row or two twice as much;
+- ratio 0.7 to 1.05 in 100 %, which is keep-all in stages, or `jax.jit`'s own program
+  for a scan, and beyond that what is computed again elsewhere;
 - first_ratio, of the first step with tracing, planning and compiling over that of
   `jax.jit`: 2 to 3 in 100 %, whose measure is a compilation of its own, and
   plan_seconds more below;

@@ -82,9 +82,9 @@ def make_schedule(
     return _within(Schedule.of(graph, costs, limits, planner(graph, costs, limits)))
 
 
-# A CPU takes less time for stages than for the function as a whole, as they need less
-# memory: from so many bytes on, as fewer stay in its caches. Below, other forms of
-# operations have to save this share of the modelled seconds.
+# From so many bytes on, stages were measured to take a CPU less time than the function
+# as a whole, in less memory. Below, other forms of operations have to save this share
+# of the modelled seconds.
 LARGE_BYTES = 2 * 2**20
 SAVED = 0.1
 # Stages that hold so many times the function's own equations take long to compile.

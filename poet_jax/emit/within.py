@@ -32,7 +32,7 @@ MARGIN = 0.1
 # are, the more XLA fuses in them, and the less it keeps to the plan's order.
 SHARES = 1.0, 0.5, 0.5
 # However large the budget is, a stage fills at most so many times the plan's peak: on a
-# CPU, steps in less memory are faster, as less of it is new to the process each time.
+# CPU, steps in less memory save page faults where their workspace is mapped anew.
 SPREAD = 1.5
 # XLA pads each small array to 64 bytes: a transfer's record, its place among the
 # results, and the number that says that it is done.
@@ -45,6 +45,7 @@ EASE = 0.03
 SAVED = 0.8
 # What a plan needs over the budget, so that no compiler makes up for it.
 HOPELESS = 1.1
+# The last one is of the leanest plan.
 MOST_COMPILATIONS = 4
 
 
