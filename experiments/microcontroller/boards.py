@@ -141,13 +141,20 @@ def _script(
 
 
 def code_bytes(program: pathlib.Path) -> int:
-    """Bytes of functions of a program, as its symbols have them."""
+    """Bytes of functions of a program, as its symbols have them. One function may have
+    several."""
     nm = "nm" if program.name == "host" else "arm-none-eabi-nm"
     done = subprocess.run(
-        [nm, "-S", program], capture_output=True, text=True, check=True
+        [nm, "-n", "-S", program], capture_output=True, text=True, check=True
     )
     rows = [line.split() for line in done.stdout.splitlines()]
-    return sum(int(row[1], 16) for row in rows if len(row) == 4 and row[2] in "tTwW")
+    total = last = 0
+    for start, size, kind, _ in (row for row in rows if len(row) == 4):
+        if kind in "tTwW":
+            stop = int(start, 16) + int(size, 16)
+            total += max(0, stop - max(last, int(start, 16)))
+            last = max(last, stop)
+    return total
 
 
 def run(board: Board, program: pathlib.Path, show: bool = True) -> dict[str, int]:

@@ -32,7 +32,7 @@ MODELS = flags.DEFINE_spaceseplist(
 )
 ROWS = flags.DEFINE_string("rows", None, "CSV file for the rows, written anew.")
 
-DEVICES = "NRF52840", "STM32F746", "ESP32_S3", "STM32H7"
+DEVICES = "NRF52840", "STM32F746", "ESP32_S3", "RP2350", "STM32H7"
 OWN_BYTES = 4096
 STORED_BYTES = 2048  # and above
 

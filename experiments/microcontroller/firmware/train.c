@@ -30,6 +30,12 @@ static void report(const char *name, int64_t x) {
   board_write(" ");
 }
 
+/* -1 for what is not a number, negative or 2,000 and more: conversion of a float to 64
+   bits would link that of doubles. */
+static int32_t millionths(float x) {
+  return x >= 0.0f && x < 2000.0f ? (int32_t)(x * 1e6f) : -1;
+}
+
 /* Fill a batch with examples from number `first` on, and set the learning rate. */
 static void give(uint32_t first, float learning_rate) {
   for (uint32_t row = 0; row < BATCH; ++row) {
@@ -82,7 +88,7 @@ int train(void) {
     if (failed) return 2;
     if (step < 3 || (step + 1) % EVERY == 0 || step + 1 == STEPS) {
       report("step", step + 1);
-      report("loss_1e6", (int64_t)(*TRAIN_LOSS * 1e6f));
+      report("loss_1e6", millionths(*TRAIN_LOSS));
       report("correct", *TRAIN_CORRECT);
       board_write("\n");
     }
