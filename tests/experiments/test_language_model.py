@@ -1,6 +1,7 @@
 """Language models: text, generation, and training that resumes."""
 
 import dataclasses
+import re
 import subprocess
 import sys
 
@@ -254,6 +255,27 @@ def test_the_program_writes_what_it_trained(tmp_path):
     assert f"\nafter: {after}\n" in done.stdout
     rows = text.pack(tokenizer.encode(words).ids, 16)
     assert loss_fn(model, text.batch(rows, 0, 8, 0)) < losses[0]
+
+
+def test_ten_million_parameters_learn_to_say_a_text(tmp_path):
+    words = " ".join(text.read_text()[:600].split())
+    (tmp_path / "words.txt").write_text(words)
+    prompt = words[:40].rsplit(" ", 1)[0]
+    command = [sys.executable, "-m", "experiments.language_model", "--size=10m"]
+    how = "--update=full", "--budget=75%", "--planner=greedy", "--device=JETSON_TX2"
+    what = f"--text={tmp_path / 'words.txt'}", f"--folder={tmp_path}"
+    sizes = "--batch_size=4", "--length=64", "--steps=45", "--learning_rate=6e-4"
+    said = f"--prompt={prompt}", "--generate=12"
+    command += [*how, *what, *sizes, *said]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    losses = [float(row["loss"]) for row in read_rows(tmp_path / "losses.csv")]
+    assert losses[-1] < losses[0] / 2
+    before, after = (
+        re.search(f"^{when}: (.*)", done.stdout, re.MULTILINE)[1].strip()
+        for when in ("before", "after")
+    )
+    assert before not in words and after in words and len(after) > len(prompt)
 
 
 def test_a_system_is_measured_that_needs_no_torch(tmp_path):
