@@ -6,9 +6,13 @@ Expect:   a row for each model and board: the RAM that a greedy plan needs withi
           board's RAM, with parameters and pages on an SD card, and modelled seconds.
 
 Frozen parameters are in flash, and 4 KiB of RAM are left for the firmware's own data
-and stack.
+and stack. Where steps.csv or storage.csv has the step on the board's core, the row says
+how many instructions the emulator counted. At one a cycle they are `correction` times
+the modelled seconds of computing; corrected_seconds has these in their place. The plan
+of the emulated step may be another.
 """
 
+import dataclasses
 import pathlib
 from typing import Any
 
@@ -17,7 +21,7 @@ from absl import app, flags
 
 import poet_jax
 from experiments.microcontroller import models
-from experiments.program import program, write_rows
+from experiments.program import program, read_rows, write_rows
 from poet_jax.core.units import format_bytes
 
 MODELS = flags.DEFINE_spaceseplist(
@@ -32,7 +36,17 @@ MODELS = flags.DEFINE_spaceseplist(
 )
 ROWS = flags.DEFINE_string("rows", None, "CSV file for the rows, written anew.")
 
-DEVICES = "NRF52840", "STM32F746", "ESP32_S3", "RP2350", "STM32H7"
+# Cycles a second, and the emulated board that has the core, if one has.
+DEVICES = {
+    "NRF52840": (64e6, "mps2-an386"),
+    "STM32F746": (216e6, "mps2-an500"),
+    "ESP32_S3": (240e6, None),
+    "RP2350": (150e6, "mps2-an505"),
+    "STM32H7": (550e6, "mps2-an500"),
+}
+RESULTS = pathlib.Path(__file__).parents[1] / "results" / "microcontroller"
+EMULATED = "steps.csv", "storage.csv"
+COUNTED = "instructions_per_step", "correction", "corrected_seconds"
 OWN_BYTES = 4096
 STORED_BYTES = 2048  # and above
 
@@ -45,20 +59,48 @@ def row(name: str, part: str, device: str, case: models.Case, store: Any) -> dic
     arguments = poet_jax.to_storage(trained, store, STORED_BYTES), *others
     found = {"model": name, "update": part, "device": device}
     found |= {"ram_bytes": int(profile.ram_bytes), "fits": 1}
+    nothing = dict.fromkeys(("modelled_seconds", *COUNTED), "")
     try:
-        usage = poet_jax.schedule(
+        schedule = poet_jax.schedule(
             case.step,
             int(profile.ram_bytes) - OWN_BYTES + flash_bytes,
             device=profile,
             planner=poet_jax.greedy,
             donate_argnums=0,
-        ).plan_for_board(*arguments).usage  # fmt: skip
+        ).plan_for_board(*arguments)
     except poet_jax.BudgetTooSmall as error:
         least = error.smallest_bytes - flash_bytes
-        return found | {"fits": 0, "plan_bytes": least, "modelled_seconds": ""}
-    seconds = f"{usage.seconds:.4g}"
-    plan_bytes = usage.peak_bytes - flash_bytes
-    return found | {"plan_bytes": plan_bytes, "modelled_seconds": seconds}
+        return found | {"fits": 0, "plan_bytes": least} | nothing
+    usage = schedule.usage
+    found |= nothing | {"plan_bytes": usage.peak_bytes - flash_bytes}
+    found |= {"modelled_seconds": f"{usage.seconds:.4g}"}
+    return found | corrected(schedule, device, counted(name, part, device))
+
+
+def counted(name: str, part: str, device: str) -> int:
+    """Instructions of a step of one example on the device's core; 0 if none ran."""
+    same = {
+        "model": name,
+        "update": part,
+        "batch_size": "1",
+        "board": DEVICES[device][1],
+    }
+    rows = [x for path in EMULATED for x in read_rows(RESULTS / path)]
+    found = [x for x in rows if all(x[key] == value for key, value in same.items())]
+    return int(found[0]["instructions_per_step"]) if found else 0
+
+
+def corrected(schedule: poet_jax.Schedule, device: str, instructions: int) -> dict:
+    """Columns for the seconds of a step that takes so many instructions."""
+    if not instructions:
+        return {}
+    cycles_per_second = DEVICES[device][0]
+    costs, usage = schedule.costs, schedule.usage
+    correction = instructions / cycles_per_second / usage.compute_seconds
+    slower = dataclasses.replace(costs, seconds=costs.seconds * correction)
+    seconds = poet_jax.simulate(schedule.program, slower).seconds
+    values = instructions, f"{correction:.3g}", f"{seconds:.4g}"
+    return dict(zip(COUNTED, values, strict=True))
 
 
 @program
@@ -74,7 +116,8 @@ def main() -> None:
             print(
                 f"{text} {fits} {device}: {format_bytes(rows[-1]['plan_bytes'])} of "
                 f"{format_bytes(rows[-1]['ram_bytes'])}, "
-                f"{rows[-1]['modelled_seconds'] or '-'} s a step",
+                f"{rows[-1]['modelled_seconds'] or '-'} s a step, "
+                f"{rows[-1]['corrected_seconds'] or '-'} s by counted instructions",
                 flush=True,
             )
     store.close()

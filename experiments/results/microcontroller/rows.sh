@@ -6,6 +6,7 @@ rm -f $R
 P=".venv/bin/python -m experiments.microcontroller --rows=$R"
 $P --board=all --steps=800
 $P --board=all --budget=70%
+$P --board=all --batch_size=1 --steps=100 --learning_rate=0.02
 $P --model=lenet --board=mps2-an386,mps2-an500 --batch_size=4 --examples=400 \
     --trained=320 --learning_rate=0.05
 M="--model=mobilenetv2:width=0.35,depth=0.34 --shrink=2 --board=mps2-an500 --steps=2"
