@@ -4,13 +4,12 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable
 
 from poet_jax.api.cache import PlanCache
-from poet_jax.api.processes import Processes
+from poet_jax.api.compiling import Target
 from poet_jax.api.schedule import Schedule, as_compiled
 from poet_jax.core.costs import Costs
-from poet_jax.core.device import DeviceProfile
 from poet_jax.core.errors import BudgetTooSmall, PlanInvalid
 from poet_jax.core.graph import Graph
 from poet_jax.core.plan import (
@@ -23,37 +22,9 @@ from poet_jax.core.plan import (
     is_percentage,
     parse_budget,
 )
-from poet_jax.core.program import Program
-from poet_jax.core.rebuilding import map_equations
-from poet_jax.devices.price import price
 from poet_jax.emit import compile_within, keep_all_bytes
 from poet_jax.emit.executor import Step
-from poet_jax.emit.paged_step import PagedStep
 from poet_jax.planners.planner import Judged, fits, keep_everything, objective_of
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Target:
-    """What compiles a step.
-
-    Attributes:
-      build: compiles a program whose runs are stages.
-      whole: compiles the function as `jax.jit` does; None where that cannot run.
-      scratch: [N] bytes that libraries allocate for each node without XLA's knowledge.
-      in_stages: whether stages run even where `whole` fits.
-      stages_first: whether stages run where they have room for all values, even if
-        `whole` fits.
-      processes: that run the step together, and so have to have one plan.
-      refinable: passes that can cut the graph finer; see `compile_within`.
-    """
-
-    build: Callable[[Program], Step | PagedStep]
-    whole: Callable[[], Step] | None
-    scratch: Sequence[int]
-    in_stages: bool = False
-    stages_first: bool = False
-    processes: Processes = Processes()
-    refinable: Set[str] = frozenset()
 
 
 def make_schedule(
@@ -80,32 +51,6 @@ def make_schedule(
     most_bytes = keep_everything(graph, costs).usage.peak_bytes
     limits = parse_budget(budget, most_bytes).on_storage_of(store_bytes, graph)
     return _within(Schedule.of(graph, costs, limits, planner(graph, costs, limits)))
-
-
-# From so many bytes on, stages were measured to take a CPU less time than the function
-# as a whole, in less memory. Below, other forms of operations have to save this share
-# of the modelled seconds.
-LARGE_BYTES = 2 * 2**20
-SAVED = 0.1
-# Stages that hold so many times the function's own equations take long to compile.
-GROWN = 2
-
-
-def prefers_stages(
-    traced: Graph, graph: Graph, costs: Costs, device: DeviceProfile
-) -> bool:
-    """Whether a graph that passes made is better run in stages than `traced` as a
-    whole, if both fit."""
-    if graph.rewritten or not graph.on_cpu:
-        return graph.rewritten
-    if graph.equation_count > GROWN * traced.equation_count:
-        return False
-    if keep_everything(graph, costs).usage.peak_bytes >= LARGE_BYTES:
-        return True
-    if not graph.is_lowered:
-        return False
-    plain = map_equations(graph, lambda e: dataclasses.replace(e, lowering=None))
-    return costs.seconds.sum() <= (1 - SAVED) * price(plain, device).seconds.sum()
 
 
 # XLA computes some values again inside a loop that would be kept otherwise, and so may

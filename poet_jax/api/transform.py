@@ -15,28 +15,26 @@ from jax.core import Tracer, eval_context
 
 from poet_jax.api.arguments import count_all_devices, difference, held_on
 from poet_jax.api.cache import PlanCache
+from poet_jax.api.compiling import target_for
 from poet_jax.api.effects import Effects, effects
 from poet_jax.api.function import JIT_OPTIONS, Function, NotPlanned
-from poet_jax.api.paging import apart, noting, pageable
+from poet_jax.api.paging import noting, pageable
 from poet_jax.api.pareto import Front, pareto
-from poet_jax.api.planning import Target, make_schedule, prefers_stages
+from poet_jax.api.planning import make_schedule
 from poet_jax.api.schedule import Schedule
 from poet_jax.core.costs import Costs
 from poet_jax.core.device import DeviceProfile
 from poet_jax.core.errors import BudgetTooSmall, ClosesOverTracer
 from poet_jax.core.graph import Graph
 from poet_jax.core.plan import BudgetLike, Planner, check_budget
-from poet_jax.core.program import Program
 from poet_jax.core.purity import Operations, names_of
 from poet_jax.devices.machine import free_bytes, host
 from poet_jax.devices.price import price
-from poet_jax.emit import emit
 from poet_jax.emit.c99.workspace import in_c
-from poet_jax.emit.executor import HostExecutor, Run, Step, signal
+from poet_jax.emit.executor import HostExecutor, Run, Step
 from poet_jax.emit.paged_step import PagedStep
 from poet_jax.emit.shards import sharded
 from poet_jax.passes import PASSES, Pass, blockwise, for_board, run_passes, unroll
-from poet_jax.passes.cpu.scratch import node_scratch
 from poet_jax.planners.milp.search import MilpPlanner
 
 logger = logging.getLogger("poet_jax")
@@ -237,7 +235,18 @@ class Scheduled:
         while True:
             graph, costs = self._priced(key, args, kwargs, traced, passes)
             graph, problem = pageable(graph, self._function.options)
-            target = self._target(key, jitted, args, kwargs, traced, graph, costs)
+            target = target_for(
+                self._function,
+                self.executor,
+                self.device or host(),
+                key=key,
+                jitted=jitted,
+                args=args,
+                kwargs=kwargs,
+                traced=traced,
+                graph=graph,
+                costs=costs,
+            )
             target = dataclasses.replace(target, refinable=refinable)
             try:
                 with eval_context(), noting(problem):
@@ -266,68 +275,6 @@ class Scheduled:
             passes = tuple(
                 functools.partial(x, **cuts[x]) if x in cuts else x for x in self.passes
             )
-
-    def _target(
-        self,
-        key: Any,
-        jitted: Any,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        traced: Graph,
-        graph: Graph,
-        costs: Costs,
-    ) -> Target:
-        """What compiles this function for arguments of one key."""
-        scratch, scratch_bytes = _scratch(graph)
-        is_timed = self.executor.trace and not apart(graph, self._function.options)
-
-        def whole() -> Step:
-            own_bytes = _scratch(traced)[1]
-            return Step(
-                jitted,
-                args,
-                kwargs,
-                graph,
-                scratch_bytes=own_bytes,
-                signal=signal(traced),
-            )
-
-        def build(program: Program) -> Step | PagedStep:
-            emitted = emit(program, trace=is_timed)
-            if emitted.records or graph.stored:
-                return PagedStep(
-                    emitted,
-                    self.executor.store,
-                    self._function.leaves(args, kwargs),
-                    scratch_bytes=scratch_bytes,
-                    jit_options={
-                        name: x
-                        for name, x in self._function.options.items()
-                        if name in ("keep_unused", "inline", "compiler_options")
-                    },
-                )
-
-            return Step(
-                self._function.flat_for(key, emitted, graph.out_tree),
-                args,
-                kwargs,
-                graph,
-                scratch_bytes=scratch_bytes,
-                recomputed=program.recomputed,
-                signal=signal(traced),
-            )
-
-        processes = self._function.processes(args, kwargs)
-        return Target(
-            build,
-            None if graph.stored else whole,
-            scratch,
-            in_stages=self.executor.trace,
-            stages_first=processes.agree(
-                lambda: prefers_stages(traced, graph, costs, self.device or host())
-            ),
-            processes=processes,
-        )
 
     def traced(self, *args: Any, **kwargs: Any) -> Graph:
         """The graph for arguments like these, of single equations, before any pass.
@@ -383,12 +330,6 @@ def _check_options(device: Any, planner: Any, executor: Any) -> None:
                 f"`{name}` must be a {kind}, got {given!r}; use for example "
                 f"{name}=poet_jax.{example}"
             )
-
-
-def _scratch(graph: Graph) -> tuple[list[int], int]:
-    """What libraries allocate for each node without XLA's knowledge, and the most."""
-    scratch = [node_scratch(node) if graph.on_cpu else 0 for node in graph.nodes]
-    return scratch, max(scratch, default=0)
 
 
 def schedule(
