@@ -1,5 +1,6 @@
 """Equations: primitives applied to values, as in a jaxpr."""
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -47,6 +48,8 @@ class Equation:
       has_effect: whether it is to run although nobody reads its results.
       unknown: names of operations in it that are not known to be functions of their
         operands: of primitives, and of the targets of foreign functions.
+      context: of JAX, in which the equation was traced and is to be computed: which
+        random bits a key gives, `compute_on`, and the like; None for this process's.
     """
 
     primitive: Any
@@ -59,6 +62,7 @@ class Equation:
     lowering: Callable[..., Any] | None = None
     has_effect: bool = False
     unknown: frozenset[str] = frozenset()
+    context: Any = None
 
     __repr__ = brief
 
@@ -73,12 +77,14 @@ class Equation:
         return [x for x in self.operands if not isinstance(x, Literal)]
 
     @property
-    def operation(self) -> tuple[str, str, str]:
-        """Its primitive, parameters and lowering as text, the same in every process."""
+    def operation(self) -> tuple[str, str, str, str]:
+        """Its primitive, parameters, lowering and context as text, the same in every
+        process."""
         params = str(sorted(self.params.items(), key=str))
         way = self.lowering
         name = "" if way is None else f"{way.__module__}.{way.__name__}"
-        return self.primitive.name, re.sub(r" at 0x[0-9a-f]+", "", params), name
+        params = re.sub(r" at 0x[0-9a-f]+", "", params)
+        return self.primitive.name, params, name, str(self.context)
 
     def renamed(self, names: Mapping[Any, Any]) -> "Equation":
         """The equation with `names` instead of operands and results that they hold."""
@@ -92,11 +98,13 @@ class Equation:
 
     def bind(self, operands: Sequence[Any]) -> Sequence[Any]:
         """Apply the primitive to `operands`, arrays or tracers."""
-        if self.lowering is not None:
-            results = self.lowering(self.params, *operands)
-            return results if self.primitive.multiple_results else (results,)
-        params = self.primitive.get_bind_params(self.params)
-        results = self.primitive.bind(*operands, **params)
+        context = self.context.manager if self.context else contextlib.nullcontext()
+        with context:
+            if self.lowering is not None:
+                results = self.lowering(self.params, *operands)
+            else:
+                params = self.primitive.get_bind_params(self.params)
+                results = self.primitive.bind(*operands, **params)
         return results if self.primitive.multiple_results else (results,)
 
 

@@ -67,7 +67,8 @@ def as_function(eqn: Any) -> Any:
             for var, x in zip(eqn.invars, operands, strict=True)
         ]
         params = eqn.primitive.get_bind_params(eqn.params)
-        results = eqn.primitive.bind(*given, **params)
+        with eqn.ctx.manager:
+            results = eqn.primitive.bind(*given, **params)
         results = results if eqn.primitive.multiple_results else [results]
         return tuple(
             freeze(x) if isinstance(x, Ref) else x

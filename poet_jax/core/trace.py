@@ -320,6 +320,7 @@ def _equation(eqn, operands, results) -> Equation:
         tuple(_bodies(eqn)),
         has_effect=any(map(is_seen, eqn.effects)),
         unknown=frozenset(_unknown(eqn)),
+        context=eqn.ctx,
     )
 
 

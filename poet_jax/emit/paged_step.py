@@ -145,7 +145,7 @@ class PagedStep:
 
     def _places(
         self, leaves: Sequence[Any], landed: dict[int, PagedArray], room: int | None
-    ) -> np.ndarray:
+    ) -> jax.Array:
         """[P, 4] for `Emitted.pages`."""
         graph = self.graph
         rows = []
@@ -159,7 +159,7 @@ class PagedStep:
                 rows += landed[place.leaf].places(place.block, name)
             else:
                 rows.append(self._store.page_at((room or 0) + self._offsets[value]))
-        return np.array(rows, np.uint32)
+        return library.operand(rows)
 
     def _records(
         self, results: list[Any]

@@ -215,6 +215,13 @@ def page_in(
     return x, record
 
 
+def operand(places: Sequence[PagePlace]) -> jax.Array:
+    """uint32 [P, 4] for programs, also where the user guards transfers of arrays: these
+    are no data of a step."""
+    with jax.transfer_guard("allow"):
+        return jnp.asarray(np.array(places, np.uint32))
+
+
 def load_page(
     kind: tuple[Sequence[int], Any],
     places: Sequence[PagePlace],
@@ -228,7 +235,7 @@ def load_page(
     shape, dtype = kind
     program = _loader((tuple(shape), dtype), None if blocks is None else tuple(blocks))
     try:
-        return jax.block_until_ready(program(np.array(places, np.uint32)))
+        return jax.block_until_ready(program(operand(places)))
     except (RuntimeError, ValueError) as error:
         failure = page_error(error)
         if failure is None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.experimental.xla_metadata import set_xla_metadata
 from toy import OPTIONS, STAGES, W, X, gradient, loss, schedule
 
 import poet_jax
@@ -620,6 +621,31 @@ def test_a_setting_of_jax_counts_as_under_jit(budget):
     assert prints[0] != prints[1]
     with jax.disable_jit():
         assert_same(scheduled(*args), fun(W, X))
+
+
+def test_what_a_function_sets_of_jax_holds_in_its_stages():
+    def fun(key, w, x):
+        with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
+            noise = jax.random.uniform(key, x.shape)
+        with set_xla_metadata(made_by="us"):
+            noise = noise * jnp.sin(noise)
+        return gradient(w, x + noise)
+
+    args = jax.random.key(3), W, X
+    scheduled = tight(fun, *args)
+    assert_same(scheduled(*args), jax.jit(fun)(*args))
+    lowered = scheduled.plan(*args).compile().xla.as_text()
+    assert 'made_by="us"' in lowered
+
+
+@pytest.mark.parametrize("guard", ["disallow", "disallow_explicit"])
+def test_a_guard_of_transfers_is_for_those_of_the_user(guard):
+    args = jnp.asarray(W), jnp.asarray(X)
+    scheduled = tight(gradient, *args, planner=poet_jax.planners.paging_only)
+    with jax.transfer_guard(guard):
+        for _ in range(2):
+            assert_same(scheduled(*args), jax.jit(gradient)(*args))
+    assert scheduled.last_run.bytes_paged_in
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
