@@ -59,34 +59,61 @@ def run_module(name, output, *flags):
     return done.stdout
 
 
-def run_case(name, folder):
-    """What pytest says of a case in a process of its own, "" if it passes.
+class Cases:
+    """A process in which cases of tests run, one after the other.
 
-    Imports take seconds: the process is forked from one that has only imported.
+    Imports take seconds: it is forked from one that has only imported.
     """
-    forking = multiprocessing.get_context("forkserver")
-    forking.set_forkserver_preload(["optax", "flax", "poet_jax", "processes"])
-    with tempfile.TemporaryDirectory() as temporary:
-        said = pathlib.Path(temporary) / "said"
-        arguments = [name, f"--basetemp={temporary}/folders"]
-        process = forking.Process(target=_case, args=(arguments, folder, said))
-        process.start()
-        process.join(SECONDS)
-        if process.exitcode is None:
-            process.kill()
-            process.join()
-        if process.exitcode == 0:
-            return ""
-        return f"{said.read_text()}\nended with {process.exitcode}"
+
+    def __init__(self, folder):
+        self.folder, self.process = folder, None
+
+    def start(self):
+        forking = multiprocessing.get_context("forkserver")
+        forking.set_forkserver_preload(["optax", "flax", "poet_jax", "processes"])
+        self.connection, theirs = forking.Pipe()
+        arguments = theirs, self.folder
+        self.process = forking.Process(target=_serve, args=arguments, daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def run(self, name):
+        """What pytest says of a case, "" if it passes."""
+        if self.process is None:
+            self.start()
+        with tempfile.TemporaryDirectory() as temporary:
+            said = pathlib.Path(temporary) / "said"
+            self.connection.send(([name, f"--basetemp={temporary}/folders"], said))
+            code = None
+            with contextlib.suppress(EOFError):
+                if self.connection.poll(SECONDS):
+                    code = self.connection.recv()
+            if code is None:
+                self.process.join(1.0)
+                self.process.kill()
+                code = self.end()
+            return f"{said.read_text()}\nended with {code}" if code else ""
+
+    def end(self):
+        """How the process ends."""
+        if self.process is None:
+            return 0
+        self.connection.close()
+        self.process.join(SECONDS)
+        code, self.process = self.process.exitcode, None
+        return code
 
 
-def _case(arguments, folder, said):
+def _serve(connection, folder):
     os.chdir(folder)
     os.environ |= {CASE: "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    with open(said, "w") as file:
-        for descriptor in (1, 2):
-            os.dup2(file.fileno(), descriptor)
-    sys.exit(pytest.main(arguments))
+    with contextlib.suppress(EOFError):
+        while True:
+            arguments, said = connection.recv()
+            with open(said, "w") as file:
+                for descriptor in (1, 2):
+                    os.dup2(file.fileno(), descriptor)
+            connection.send(int(pytest.main(arguments)))
 
 
 def workers():

@@ -13,6 +13,8 @@ from processes import python
 import poet_jax
 from poet_jax.stores import library
 
+ONE_PROCESS = True
+
 
 def paging(nbytes, after_out=None):
     """A program that pages out uint8 [nbytes] and in; what happens between is after

@@ -1,4 +1,4 @@
-"""Arrays on any device and in any memory, each case with two devices of its own."""
+"""Arrays on any of two devices and in any memory."""
 
 import functools
 import os
@@ -16,18 +16,16 @@ from strategies import DEVICE
 import poet_jax
 from poet_jax.core.in_place import replaceable
 
+ONE_PROCESS = True
+if CASE in os.environ:
+    jax.config.update("jax_num_cpu_devices", 2)
+
 policy = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[],
     names_which_can_be_offloaded=["h"],
     offload_src="device",
     offload_dst="pinned_host",
 )
-
-
-@pytest.fixture(autouse=True)
-def two_devices():
-    if CASE in os.environ:
-        jax.config.update("jax_num_cpu_devices", 2)
 
 
 @functools.partial(jax.checkpoint, policy=policy)

@@ -11,7 +11,7 @@ from poet_jax.api.cache import plan_key
 from toy import W, X, gradient
 schedule = poet_jax.schedule(
     gradient,
-    "68%",
+    "1GiB",
     planner=poet_jax.greedy,
     device=poet_jax.devices.JETSON_TX2,
 ).plan(W, X)

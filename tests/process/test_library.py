@@ -2,6 +2,8 @@
 
 from processes import python
 
+ONE_PROCESS = True
+
 
 def test_importing_it_builds_and_starts_nothing(tmp_path):
     python(
@@ -43,7 +45,8 @@ def test_a_budget_too_small_says_that_nothing_could_be_paged(tmp_path):
         """
         import jax.numpy as jnp, poet_jax
         try:
-            poet_jax.schedule(jnp.sin, 1).plan(jnp.ones(8))
+            device = poet_jax.devices.RASPBERRY_PI_4
+            poet_jax.schedule(jnp.sin, 1, device=device).plan(jnp.ones(8))
         except poet_jax.BudgetTooSmall as error:
             print(error.__notes__)
         """,

@@ -1,5 +1,4 @@
-"""Steps on eight devices: a budget is of each device's memory. Each case has a process
-of its own."""
+"""Steps on eight devices: a budget is of each device's memory."""
 
 import dataclasses
 import functools
@@ -19,14 +18,12 @@ import poet_jax
 from poet_jax.core.trace import trace
 from poet_jax.passes import open_shard_maps
 
+ONE_PROCESS = True
+if CASE in os.environ:
+    jax.config.update("jax_num_cpu_devices", 8)
+
 LAYERS, WIDTH, ROWS = 4, 64, 4096
 optimizer = optax.adam(1e-3)
-
-
-@pytest.fixture(autouse=True)
-def eight_devices():
-    if CASE in os.environ:
-        jax.config.update("jax_num_cpu_devices", 8)
 
 
 def mesh(shape=(8,), names=("data",), axis_type=AxisType.Auto):
@@ -258,7 +255,8 @@ def test_a_plan_goes_into_a_pmap():
         return jax.grad(lambda params: loss(params, x).mean())(params)
 
     params, x = init(), jnp.ones((8, 64, WIDTH))
-    planned = poet_jax.schedule(gradient, "70%", device=DEVICE)
+    options = {"device": DEVICE, "planner": poet_jax.greedy}
+    planned = poet_jax.schedule(gradient, "70%", **options)
     assert len(planned.plan(params, x).graph.nodes) > 8 * LAYERS
     assert_close(planned(params, x), jax.jit(gradient)(params, x))
 
@@ -275,7 +273,8 @@ def test_nothing_is_paged_and_the_error_says_so():
 def test_a_step_is_planned_for_the_devices_that_its_arrays_lie_on():
     """Also where jax.jit would run what it traced before: only the devices differ."""
     alone = jax.tree.map(np.asarray, data_parallel())
-    planned = poet_jax.schedule(step, "75%", device=DEVICE)
+    options = {"device": DEVICE, "planner": poet_jax.greedy}
+    planned = poet_jax.schedule(step, "75%", **options)
     for args in (alone, alone, data_parallel(), fully_sharded(), alone):
         assert_close(planned(*args), jax.jit(step)(*args))
         schedule = planned.plan(*args)

@@ -17,6 +17,8 @@ from states import (
 
 import poet_jax
 
+ONE_PROCESS = True
+
 
 @pytest.mark.parametrize("count", [0, 1, 7])
 def test_a_step_that_finds_no_room_leaves_the_state_as_it_was(count):
