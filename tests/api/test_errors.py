@@ -104,9 +104,9 @@ def test_shorter_pieces_of_a_loop_are_advised_and_need_less():
 
 def test_a_loop_is_cut_into_more_pieces_where_few_do_not_fit():
     """Unless the passes say into how many."""
-    ws, x = jnp.ones((200, 16, 16)) / 16, jnp.ones((2048, 16))
+    ws, x = jnp.ones((72, 16, 16)) / 16, jnp.ones((2048, 16))
     options = {"planner": poet_jax.greedy}
-    few = (functools.partial(unroll, most_pieces=14), *PASSES[1:])
+    few = (functools.partial(unroll, most_pieces=8), *PASSES[1:])
     error = too_small(stacked, ws, x, passes=few, **options)
     budget = int(0.8 * error.smallest_bytes)
     with pytest.raises(poet_jax.BudgetTooSmall):

@@ -120,8 +120,7 @@ def linen_layers_in_a_scan():
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, x, _):
-            y = nn.gelu(nn.Dense(32)(nn.LayerNorm()(x)))
-            return x + nn.Dense(16)(y), None
+            return x + nn.Dense(16)(nn.relu(nn.Dense(32)(x))), None
 
     class Net(nn.Module):
         @nn.compact
@@ -135,7 +134,7 @@ def linen_layers_in_a_scan():
 
     model = Net()
     params = model.init(KEY, TOKENS[0])
-    optimizer = optax.adam(1e-2)
+    optimizer = optax.sgd(1e-2, momentum=0.9)
 
     def step(state, tokens):
         params, opt_state = state
@@ -155,8 +154,7 @@ def train_state_with_dynamic_scale_in_float16():
     class Net(nn.Module):
         @nn.compact
         def __call__(self, x):
-            for _ in range(2):
-                x = nn.relu(nn.Dense(32, dtype=jnp.float16)(x))
+            x = nn.relu(nn.Dense(32, dtype=jnp.float16)(x))
             return nn.Dense(4, dtype=jnp.float16)(x)
 
     class State(train_state.TrainState):
@@ -168,7 +166,7 @@ def train_state_with_dynamic_scale_in_float16():
     state = State.create(
         apply_fn=model.apply,
         params=params,
-        tx=optax.adamw(1e-3),
+        tx=optax.sgd(1e-2, momentum=0.9),
         scale=dynamic_scale.DynamicScale(),
     )
 

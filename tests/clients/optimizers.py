@@ -9,8 +9,7 @@ from optax import contrib
 BATCHES = [(normal(128, 16, seed=n), normal(128, 8, seed=n + 9)) for n in (1, 2, 3)]
 
 
-def parameters():
-    sizes = (16, 24, 8)
+def parameters(sizes=(16, 24, 8)):
     return [
         {"w": normal(*shape, seed=n) / shape[0] ** 0.5, "b": jnp.zeros(shape[1])}
         for n, shape in enumerate(zip(sizes[:-1], sizes[1:], strict=True))
@@ -78,7 +77,7 @@ def lookahead():
 
 @client
 def lbfgs_with_a_zoom_line_search():
-    optimizer = optax.lbfgs(memory_size=3)
+    optimizer = optax.lbfgs(memory_size=2)
 
     def step(state, batch):
         params, opt_state = state
@@ -94,7 +93,7 @@ def lbfgs_with_a_zoom_line_search():
         )
         return (optax.apply_updates(params, updates), opt_state), value
 
-    params = parameters()
+    params = parameters((16, 8))
     return Client(step, (params, optimizer.init(params)), BATCHES[:1] * 2)
 
 

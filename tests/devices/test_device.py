@@ -124,33 +124,30 @@ def test_a_file_that_is_no_profile_is_refused(text, culprit, tmp_path):
         poet_jax.DeviceProfile.load(path)
 
 
-def test_this_machine_is_calibrated_once_and_kept(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    poet_jax.host.cache_clear()
-    first = poet_jax.host()
-    assert tmp_path in poet_jax.devices.host_path().parents
-    poet_jax.host.cache_clear()
-    assert poet_jax.host() == first
-    poet_jax.devices.host_path().write_text("half a fi")
-    poet_jax.host.cache_clear()
-    assert poet_jax.host().rates
-    assert poet_jax.DeviceProfile.load(poet_jax.devices.host_path()) == poet_jax.host()
-    poet_jax.host.cache_clear()
-
-
 @pytest.mark.parametrize(
-    ("backend", "counts"), [("cpu", {"bytes_limit": 0}), ("gpu", {"bytes_limit": 7})]
+    ("backend", "counts", "found"),
+    [("cpu", {"bytes_limit": 0}, None), ("gpu", {"bytes_limit": 7}, "half a fi")],
 )
-def test_a_memory_without_a_limit_is_the_systems(
-    backend, counts, tmp_path, monkeypatch
+def test_this_machine_is_calibrated_once_and_kept(
+    backend, counts, found, tmp_path, monkeypatch
 ):
+    """Also after half a file; a memory without a limit is the system's."""
     device = types.SimpleNamespace(memory_stats=lambda: counts)
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    path = poet_jax.devices.host_path()
+    assert tmp_path in path.parents
+    if found is not None:
+        path.parent.mkdir()
+        path.write_text(found)
     poet_jax.host.cache_clear()
-    ram_bytes = poet_jax.host().ram_bytes
-    assert (ram_bytes == 7) == (counts == {"bytes_limit": 7})
+    first = poet_jax.host()
+    assert first.rates and (first.ram_bytes == 7) == (backend == "gpu")
+    assert poet_jax.DeviceProfile.load(path) == first
+    changed = path.stat().st_mtime_ns
+    poet_jax.host.cache_clear()
+    assert poet_jax.host() == first and path.stat().st_mtime_ns == changed
     poet_jax.host.cache_clear()
 
 
