@@ -279,7 +279,7 @@ def noisy_layers(key):
 
     def step(state, x):
         weights, key = state
-        key, *draws = jax.random.split(key, 4)
+        key, *draws = jax.random.split(key, 3)
 
         def loss(weights):
             hidden = x
@@ -291,7 +291,7 @@ def noisy_layers(key):
         value, gradients = jax.value_and_grad(loss)(weights)
         return (descended(weights, gradients), key), value
 
-    weights = [normal(24, 24, seed=n) / 5 for n in range(3)]
+    weights = [normal(24, 24, seed=n) / 5 for n in range(2)]
     return Client(step, (weights, key), [normal(128, 24, seed=n) for n in (5, 6)])
 
 
