@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 import poet_jax
 
 PORT, PROCESS = sys.argv[1], int(sys.argv[2])
-LAYERS, WIDTH, ROWS = 4, 64, 4096
+LAYERS, WIDTH, ROWS = 3, 64, 4096
 
 
 def loss(weights, x):
