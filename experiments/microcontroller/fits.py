@@ -72,7 +72,7 @@ def row(name: str, part: str, device: str, case: models.Case, store: Any) -> dic
         least = error.smallest_bytes - flash_bytes
         return found | {"fits": 0, "plan_bytes": least} | nothing
     usage = schedule.usage
-    found |= nothing | {"plan_bytes": usage.peak_bytes - flash_bytes}
+    found |= {"plan_bytes": usage.peak_bytes - flash_bytes} | nothing
     found |= {"modelled_seconds": f"{usage.seconds:.4g}"}
     return found | corrected(schedule, device, counted(name, part, device))
 

@@ -14,7 +14,6 @@ from poet_jax.core.errors import BudgetTooSmall, PlanInvalid
 from poet_jax.core.graph import Graph
 from poet_jax.core.plan import (
     BasePlanner,
-    Budget,
     BudgetLike,
     Plan,
     Planner,
@@ -32,22 +31,14 @@ def make_schedule(
     costs: Costs,
     budget: BudgetLike,
     planner: Planner,
-    target: Target | None = None,
     store_bytes: float = math.inf,
-    cache: PlanCache | None = None,
 ) -> Schedule:
-    """Plan `graph` within `budget`, and compile the plan for `target`, if there is one.
+    """Plan `graph` within `budget`; nothing is compiled.
 
-    A percentage is of what keep-all needs as a compiled program: as planned, or by
-    XLA's own count of the whole function if that is more. `store_bytes` is the device's
-    room, for a budget that does not say. `cache` keeps plans, and what only compiling
-    them told. Raises BudgetTooSmall, and PlanInvalid for a planner whose plan exceeds
-    the budget.
+    A percentage is of what keep-all needs. `store_bytes` is the device's room, for a
+    budget that does not say. Raises BudgetTooSmall, and PlanInvalid for a planner whose
+    plan exceeds the budget.
     """
-    if target is not None:
-        return _Compilation(
-            graph, costs, budget, planner, target, store_bytes, cache
-        ).schedule()
     most_bytes = keep_everything(graph, costs).usage.peak_bytes
     limits = parse_budget(budget, most_bytes).on_storage_of(store_bytes, graph)
     return _within(Schedule.of(graph, costs, limits, planner(graph, costs, limits)))
@@ -58,8 +49,15 @@ def make_schedule(
 HOPE = 1.25
 
 
-class _Compilation:
-    """A step on its way to a schedule: as a whole, or planned and in stages."""
+class Compilation:
+    """A step on its way to a schedule: as a whole, or planned and in stages.
+
+    A percentage is of what keep-all needs as a compiled program: as planned, or by
+    XLA's own count of the whole function if that is more. `store_bytes` is the device's
+    room, for a budget that does not say. `cache` keeps plans, and what only compiling
+    them told. `most_bytes` is what a percentage is of, if another graph of the same
+    step told that.
+    """
 
     def __init__(
         self,
@@ -70,6 +68,7 @@ class _Compilation:
         target: Target,
         store_bytes: float,
         cache: PlanCache | None,
+        most_bytes: int | None = None,
     ):
         self.graph, self.costs, self.target = graph, costs, target
         self.planner, self.budget, self.cache = planner, budget, cache
@@ -80,18 +79,19 @@ class _Compilation:
         if cache is not None:
             learnt = functools.partial(cache.learnt, graph, costs, budget, planner)
             self.facts = target.processes.agree(learnt)
-        self.limits = self._limits().on_storage_of(store_bytes, graph)
+        self.most_bytes = self._most_bytes() if most_bytes is None else most_bytes
+        limits = parse_budget(budget, self.most_bytes)
+        self.limits = limits.on_storage_of(store_bytes, graph)
 
-    def _limits(self) -> Budget:
+    def _most_bytes(self) -> int:
         if self.target.whole and is_percentage(self.budget):
             if "whole_bytes" not in self.facts:
                 self._compile_whole(self.target.whole)
-        self.most_bytes = max(
+        return max(
             self.everything.usage.peak_bytes,
             self.keep_all_bytes,
             self.facts.get("whole_bytes", 0),
         )
-        return parse_budget(self.budget, self.most_bytes)
 
     def _compile_whole(self, compile_whole: Callable[[], Step]) -> Step:
         if self.whole is None:
@@ -101,7 +101,11 @@ class _Compilation:
 
     def schedule(self) -> Schedule:
         """The step as a whole if the budget covers that, else in stages; the other way
-        around if the target says so."""
+        around if the target says so.
+
+        Raises BudgetTooSmall, and PlanInvalid for a planner whose plan exceeds the
+        budget.
+        """
         hoped_bytes = self.everything.usage.peak_bytes / HOPE
         is_roomy = self.keep_all_bytes <= self.limits.memory_bytes
         if not (self.target.stages_first and is_roomy):

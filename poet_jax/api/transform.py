@@ -20,7 +20,7 @@ from poet_jax.api.effects import Effects, effects
 from poet_jax.api.function import JIT_OPTIONS, Function, NotPlanned
 from poet_jax.api.paging import noting, pageable
 from poet_jax.api.pareto import Front, pareto
-from poet_jax.api.planning import make_schedule
+from poet_jax.api.planning import Compilation, make_schedule
 from poet_jax.api.schedule import Schedule
 from poet_jax.core.costs import Costs
 from poet_jax.core.device import DeviceProfile
@@ -66,7 +66,7 @@ class Scheduled:
         jit_options: Mapping[str, Any],
     ):
         functools.update_wrapper(self, fun)
-        _check_options(device, planner, executor)
+        _check_options(device, planner, executor, passes)
         check_budget(budget)
         self.budget = budget
         self.device = device
@@ -126,9 +126,7 @@ class Scheduled:
         costs = in_c(graph, costs)
         budget = self.budget_for(*args, **kwargs)
         with eval_context():
-            return make_schedule(
-                graph, costs, budget, self.planner, store_bytes=self.store_bytes
-            )
+            return make_schedule(graph, costs, budget, self.planner, self.store_bytes)
 
     def clear_cache(self) -> None:
         """Forget all schedules, and what was compiled for them."""
@@ -227,7 +225,7 @@ class Scheduled:
 
     def _fitting(self, key, jitted, args, kwargs, traced: Graph) -> Schedule:
         """A schedule that fits, with loops and large values cut finer if need be."""
-        passes, best = self.passes, None
+        passes, best, most_bytes = self.passes, None, None
         best_passes = passes
         options: dict[str, dict[str, int]] = {}
         refinable = frozenset(name for name, cut in CUTS.items() if cut in passes)
@@ -250,7 +248,7 @@ class Scheduled:
             target = dataclasses.replace(target, refinable=refinable)
             try:
                 with eval_context(), noting(problem):
-                    return make_schedule(
+                    compilation = Compilation(
                         graph,
                         costs,
                         budget,
@@ -258,7 +256,10 @@ class Scheduled:
                         target,
                         self.store_bytes,
                         self._cache,
+                        most_bytes,
                     )
+                    most_bytes = compilation.most_bytes  # of finer graphs, too
+                    return compilation.schedule()
             except BudgetTooSmall as error:
                 failed = error
             finer = {n: x for n, x in failed.finer.items() if n in refinable}
@@ -316,8 +317,13 @@ class Scheduled:
         return graph, processes.agree(functools.partial(self._price, graph))
 
 
-def _check_options(device: Any, planner: Any, executor: Any) -> None:
+def _check_options(device: Any, planner: Any, executor: Any, passes: Any) -> None:
     """Raises TypeError for a name where an object is expected."""
+    if not (isinstance(passes, Sequence) and all(map(callable, passes))):
+        raise TypeError(
+            "`passes` must be a sequence of functions from Graph to Graph, got "
+            f"{passes!r}; use for example passes=poet_jax.passes.PASSES, or () for none"
+        )
     for name, given, kind, is_right, example in (
         ("device", device, "DeviceProfile", isinstance(device, DeviceProfile),
          "devices.JETSON_TX2"),

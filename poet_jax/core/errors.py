@@ -18,8 +18,9 @@ class BudgetTooSmall(ValueError):
       remedies: what to use instead; the first is a budget that works.
       smallest_bytes: a memory budget that works, the smallest found.
       exact: whether it is proven that no smaller budget works, for plans of this
-        planner (for `MilpPlanner` staged ones, see `plan.Stages`).
-      least_bytes: proven lower bound on a budget that works; `smallest_bytes` if exact.
+        planner (for `MilpPlanner` staged ones, see `plan.Stages`) and the graph as its
+        loops and large values were cut.
+      least_bytes: proven lower bound for these; `smallest_bytes` if exact.
       node: name of the node at which that plan's memory peaks.
       values: names of the values alive there, largest first.
       plan: the Plan with the lowest peak found; it needs `smallest_bytes` by the

@@ -19,6 +19,7 @@ from poet_jax.emit.stages import cut
 from poet_jax.planners.planner import (
     Judged,
     budget_too_small,
+    floor_bytes,
     judge_plan,
     keep_everything,
 )
@@ -103,9 +104,10 @@ class _Fitting:
     Attributes:
       compilations: how many there were.
       compiled_bytes: what the last one needs in RAM.
-      leanest: the plan of least memory that the planner named; None before that.
-      refused: the planner's latest error.
-      smallest_bytes, least_bytes: what it needs, and what every plan needs.
+      leanest: the plan of least memory that was seen; None before there is any.
+      refused: the planner's latest error, and whether it was about a budget under what
+        single nodes need (`was_hopeless`), so that all its time went to lean plans.
+      least_bytes: what every plan needs.
     """
 
     def __init__(
@@ -128,7 +130,8 @@ class _Fitting:
         self.is_close = False
         self.leanest: Plan | None = None
         self.refused: BudgetTooSmall | None = None
-        self.smallest_bytes = self.least_bytes = 0
+        self.was_hopeless = False
+        self.least_bytes = 0
 
     @property
     def excess_bytes(self) -> int:
@@ -158,23 +161,25 @@ class _Fitting:
 
     def stage_bytes(self, plan: Plan, allowed: int, share: float) -> int:
         """What a stage may fill: of a plan's room, a share."""
-        most_bytes = min(allowed, SPREAD * self.judged(plan).usage.peak_bytes)
+        most_bytes = min(allowed, SPREAD * self.peak_bytes(plan))
         return self.held_bytes + int(share * max(0, most_bytes - self.held_bytes))
 
     def lean_attempts(self) -> Iterator[tuple[Plan, int, int]]:
         """As `attempts`, of plans in little more than the least memory, or in that."""
-        if self.leanest is None and (plan := self.planned(1)) is not None:
-            self.leanest = plan
-            yield plan, 1, 0
-            return
-        assert self.leanest is not None
-        least = self.judged(self.leanest).usage.peak_bytes
-        if (
-            self.refused is not None
-            and not self.refinable.isdisjoint(self.refused.finer)
-            and least > HOPELESS * self.limit
+        if self.refused is not None and not self.refinable.isdisjoint(
+            self.refused.finer
         ):
-            raise self.refused
+            if self.smallest_bytes > HOPELESS * self.limit:
+                raise self.refused
+        # The leanest plan that is looked for with all the time is that which an error
+        # names: without it, the budget that an error names might not work.
+        if self.refused is None or not (self.refused.exact or self.was_hopeless):
+            self.is_close = False
+            if (plan := self.planned(1)) is not None:
+                yield plan, 1, 0
+                return
+        assert self.leanest is not None
+        least = self.smallest_bytes
         eased = int(least * (1 + EASE))
         self.is_close = False  # there is much to gain, and a plan is hard to find
         has_time = self.compilations < MOST_COMPILATIONS - 1
@@ -191,8 +196,8 @@ class _Fitting:
         a little less is asked for than before.
         """
         within = dataclasses.replace(self.budget, memory_bytes=allowed)
-        planner = self.planner.hastened() if self.is_close else self.planner
-        self.is_close = True
+        is_hastened, self.is_close = self.is_close, True
+        planner = self.planner.hastened() if is_hastened else self.planner
         try:
             plan = planner(self.seen, self.costs, within, self.leanest)
             while plan.resident:
@@ -210,11 +215,14 @@ class _Fitting:
         except BudgetTooSmall as error:
             if error.plan is None or error.smallest_bytes <= allowed:
                 raise  # something else than memory does not fit
-            if self.leanest is None or error.smallest_bytes < self.smallest_bytes:
-                self.leanest, self.smallest_bytes = error.plan, error.smallest_bytes
             self.least_bytes = max(self.least_bytes, error.least_bytes)
-            self.refused = error
-            return None
+            floor = floor_bytes(self.seen, self.costs)
+            self.was_hopeless = allowed < floor and not is_hastened
+            self.refused, plan, found = error, None, error.plan
+        else:
+            found = plan
+        if self.leanest is None or self.peak_bytes(found) < self.smallest_bytes:
+            self.leanest = found
         return plan
 
     def compiled(self, plan: Plan, stage_bytes: int) -> Any:
@@ -226,7 +234,7 @@ class _Fitting:
         logger.info(
             "compilation %d: planned %s in %d stages and transfers, compiled %s of %s",
             self.compilations,
-            format_bytes(self.judged(plan).usage.peak_bytes),
+            format_bytes(self.peak_bytes(plan)),
             sum(not isinstance(x, Free) for x in staged.instructions),
             format_bytes(step.nbytes),
             format_bytes(self.limit),
@@ -235,6 +243,15 @@ class _Fitting:
 
     def judged(self, plan: Plan) -> Judged:
         return judge_plan(self.seen, self.costs, plan)
+
+    def peak_bytes(self, plan: Plan) -> int:
+        return self.judged(plan).usage.peak_bytes
+
+    @property
+    def smallest_bytes(self) -> int:
+        """What the leanest plan needs."""
+        assert self.leanest is not None
+        return self.peak_bytes(self.leanest)
 
     def too_small(self) -> BudgetTooSmall:
         """The error after the last attempt."""

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from poet_jax.core.graph import Graph, Value
@@ -13,13 +13,13 @@ LARGE_SHARE = 0.2  # of the need, of a value that is worth cutting
 MOST_PARTS = {"most_pieces": 256, "blocks": 128}  # with more, plans take minutes
 
 
-def remedies(graph: Graph, need_bytes: int) -> list[str]:
+def remedies(graph: Graph, need_bytes: int, alive: Sequence[int]) -> list[str]:
     """What to use for less memory, what saves most first, with about how much that
-    is."""
+    is. `alive` are the values alive where the need is greatest."""
     found = {
         "donate_argnums for the state that the step replaces": _replaceable(graph),
     }
-    for part in _largest(graph, need_bytes):
+    for part in _largest(graph, need_bytes, alive):
         found[part.advice] = part.saved_bytes
     if graph.devices == 1:
         found["poet_jax.to_storage for the state"] = _movable(graph)
@@ -64,24 +64,25 @@ def _movable(graph: Graph) -> int:
 
 
 def finer(
-    graph: Graph, need_bytes: int, budget_bytes: float
+    graph: Graph, need_bytes: int, alive: Sequence[int], budget_bytes: float
 ) -> dict[str, dict[str, int]]:
     """Options of passes that might bring the need to the budget; none if what the step
-    holds throughout is more."""
+    holds throughout is more. `alive` is as for `remedies`."""
     for values in (graph.initial, graph.returned):
         if sum(graph.values[v].nbytes for v in values) >= budget_bytes:
             return {}
     return {
         part.of: part.option
-        for part in _largest(graph, need_bytes)
+        for part in _largest(graph, need_bytes, alive)
         if part.of and part.saved_bytes > LEAST_SHARE * need_bytes
         if all(n <= MOST_PARTS.get(x, math.inf) for x, n in part.option.items())
     }
 
 
-def _largest(graph: Graph, need_bytes: int) -> Iterator["_Part"]:
+def _largest(graph: Graph, need_bytes: int, alive: Sequence[int]) -> Iterator["_Part"]:
     """The parts of loops and of products that are worth making smaller."""
-    yield from filter(None, (_largest_loop(graph), _largest_product(graph, need_bytes)))
+    product = _largest_product(graph, need_bytes, alive)
+    yield from filter(None, (_largest_loop(graph), product))
 
 
 class _Part(NamedTuple):
@@ -108,8 +109,11 @@ class _Part(NamedTuple):
         return f"{finer} in passes=, {self.what}"
 
 
-def _largest_product(graph: Graph, need_bytes: int) -> _Part | None:
-    """Blocks of the largest product, or more of them, if it is much of the need."""
+def _largest_product(
+    graph: Graph, need_bytes: int, alive: Sequence[int]
+) -> _Part | None:
+    """Blocks of the largest product, or more of them, if it and what is alive of its
+    size are much of the need."""
     products = [
         (_nbytes(graph.values[v]), node.name)
         for node in graph.nodes
@@ -117,14 +121,16 @@ def _largest_product(graph: Graph, need_bytes: int) -> _Part | None:
         for v in node.writes
     ]
     nbytes, name = max(products, default=(0, ""))
-    if nbytes < max(1, LARGE_SHARE * need_bytes) or graph.devices > 1:
+    count = sum(_nbytes(graph.values[v]) == nbytes for v in alive)
+    saved = nbytes * max(1, count)
+    if saved < max(1, LARGE_SHARE * need_bytes) or graph.devices > 1:
         return None
     if not name.endswith("]"):
         what = f"for blocks of {name}, if its rows allow"
-        return _Part("blockwise", {"large_bytes": nbytes}, what, nbytes)
+        return _Part("blockwise", {"large_bytes": nbytes}, what, saved)
     whole, blocks = _parts(name, (name for _, name in products))
     what = f"for smaller blocks of {whole}"
-    return _Part("blockwise", {"blocks": 2 * blocks}, what, nbytes)
+    return _Part("blockwise", {"blocks": 2 * blocks}, what, saved)
 
 
 def _parts(name: str, names: Iterable[str]) -> tuple[str, int]:

@@ -222,17 +222,19 @@ def budget_too_small(
         f"{graph.values[v].name} ({format_bytes(int(costs.nbytes[v]))})"
         for v in alive[:3]
     )
-    least = smallest.usage.peak_bytes
-    exact = least_bytes is None or least_bytes >= max(least, compiled_bytes)
+    planned = least = smallest.usage.peak_bytes
     proven = (
         f"{planner} needs {least} bytes ({format_bytes(least)})"
         if least_bytes is None or least_bytes >= least
         else f"The leanest plan that {planner} found needs {least} bytes "
         f"({format_bytes(least)}), and none needs under {least_bytes}"
     )
-    if compiled_bytes > least:
+    if compiled_bytes and compiled_bytes != planned:
         least = compiled_bytes
         proven += f", and compiled {least} bytes ({format_bytes(least)})"
+    # Compiled, a plan may need less than it does by the simulator, and another too.
+    bound = min(least, planned if least_bytes is None else least_bytes)
+    exact = least == planned and bound >= planned
     limits = ""
     if budget.memory_bytes >= least:
         limits = (
@@ -262,7 +264,7 @@ def budget_too_small(
         wanted = f"Budget(seconds=...) of at least {rounded_up(seconds)}"
     elif limits:
         wanted = f"a larger budget than these {least} bytes, seconds= or store_bytes="
-    advice = [wanted, "a smaller batch", *remedies(graph, least)]
+    advice = [wanted, "a smaller batch", *remedies(graph, least, alive)]
     if planner != "MilpPlanner":
         advice.append("poet_jax.MilpPlanner(), which may find a leaner plan")
     return BudgetTooSmall(
@@ -270,7 +272,7 @@ def budget_too_small(
         tuple(advice),
         smallest_bytes=least,
         exact=exact,
-        least_bytes=least if exact else int(least_bytes or 0),
+        least_bytes=least if exact else int(bound),
         node=node,
         values=tuple(names),
         plan=smallest.plan(
@@ -278,7 +280,7 @@ def budget_too_small(
             time.monotonic(),
             bound=least_objective(graph, costs, "energy"),
         ),
-        finer={} if limits else finer(graph, least, budget.memory_bytes),
+        finer={} if limits else finer(graph, least, alive, budget.memory_bytes),
     )
 
 

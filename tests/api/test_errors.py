@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import os
 import pickle
 import re
@@ -131,9 +132,15 @@ def test_blocks_of_a_large_value_are_advised_and_need_less():
     assert better.smallest_bytes < 0.5 * error.smallest_bytes
 
 
-def test_a_large_value_is_cut_into_blocks_where_it_does_not_fit():
+def soft_capped(x):
+    return jnp.tanh(x / 30) * 30
+
+
+@pytest.mark.parametrize("logits", [lambda x: x, soft_capped], ids=["one", "several"])
+def test_large_values_are_cut_into_blocks_where_they_do_not_fit(logits):
     def loss(w, x):
-        return jnp.mean(jax.nn.logsumexp(x @ w, -1))
+        found = logits(x @ w)
+        return jnp.mean(jax.nn.logsumexp(found, -1) - jax.nn.relu(found).mean(-1))
 
     w, x = jnp.ones((16, 2048)) / 16, jnp.ones((1024, 16))
     gradient = jax.grad(loss)
@@ -144,6 +151,26 @@ def test_a_large_value_is_cut_into_blocks_where_it_does_not_fit():
     assert scheduled.plan(w, x).compiled_bytes <= budget
     expected = jax.jit(gradient)(w, x)
     np.testing.assert_allclose(scheduled(w, x), expected, rtol=1e-4, atol=1e-8)
+    everything = schedule(gradient, "100%", **options).plan(w, x).budget.memory_bytes
+    few = schedule(gradient, "15%", **options).plan(w, x)
+    assert few.budget.memory_bytes == int(0.15 * everything)
+
+
+def test_what_an_error_names_works_though_the_planner_is_worse_at_other_budgets():
+    def planner(graph, costs, budget):
+        try:
+            return poet_jax.greedy(graph, costs, budget)
+        except poet_jax.BudgetTooSmall as error:
+            if budget.memory_bytes == 1:
+                raise
+            large = poet_jax.Budget(math.inf)
+            plan = poet_jax.keep_all(graph, costs, large)
+            peak = poet_jax.simulate(poet_jax.lower(graph, plan), costs).peak_bytes
+            raise error.but(plan=plan, smallest_bytes=peak, exact=False) from None
+
+    named = too_small(gradient, W, X, planner=planner).smallest_bytes
+    plan = schedule(gradient, named, planner=planner).plan(W, X)
+    assert plan.compiled_bytes <= named
 
 
 @pytest.mark.parametrize("library", ["nnx", "linen"])
@@ -305,7 +332,12 @@ def test_a_percentage_that_is_none_is_quoted(wrong):
 
 @pytest.mark.parametrize(
     ("option", "wrong"),
-    [("device", "RASPBERRY_PI_4"), ("planner", "milp"), ("executor", "host")],
+    [
+        ("device", "RASPBERRY_PI_4"),
+        ("planner", "milp"),
+        ("executor", "host"),
+        ("passes", "group"),
+    ],
 )
 def test_a_name_in_place_of_an_object_is_refused(option, wrong):
     with pytest.raises(TypeError) as caught:
