@@ -224,17 +224,14 @@ def tpu() -> str:
     lines = []
     for row in read("tpu/tpu"):
         room_bytes = int(row["jit_temp_bytes"]) * int(row["share"]) // 100
-        cells = [row["model"], size(row["jit_temp_bytes"]), size(room_bytes)]
+        cells = [row["model"], row["means"]]
+        cells += [size(row["jit_temp_bytes"]), size(room_bytes)]
         if row["compiled_bytes"]:
-            cells += [size(row[x]) for x in ("temp_bytes", "paged_bytes")]
-            cells += [
-                size(row["host_temp_bytes"]),
-                f"{float(row['modelled_ratio']):.2f}",
-            ]
+            cells += [size(row["temp_bytes"]), f"{float(row['modelled_ratio']):.2f}"]
         else:
-            cells += ["does not fit", "", "", ""]
+            cells += ["does not fit", ""]
         lines.append(cells)
-    head = ["step", "`jax.jit`", "budget", "compiled", "paged", "on the host", "time"]
+    head = ["step", "means", "`jax.jit`", "budget", "compiled", "modelled time"]
     return markdown([head, *lines])
 
 

@@ -363,6 +363,8 @@ def schedule(
       plan_cache: a folder for plans, so that a later start of the
         same job plans nothing; see `cache.PlanCache`.
       passes: what is done to the graph of single equations, in turn. By default
+        `unroll` (a loop's iterations in nodes of their own), `cse` (what is computed
+        twice is computed once), `blockwise` (large values in blocks of rows),
         `push_slices` (a slice of a product becomes the product of a slice),
         `reassociate` (products with thin matrices in the cheap order), `fold_scales`
         (frozen scales go into frozen kernels), `open_shard_maps` (the body of a

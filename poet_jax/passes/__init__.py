@@ -16,11 +16,13 @@ from poet_jax.passes.sparse.products import reassociate
 from poet_jax.passes.sparse.scales import fold_scales
 from poet_jax.passes.sparse.slices import push_slices
 from poet_jax.passes.streaming import stream_state
+from poet_jax.passes.subexpressions import cse
 from poet_jax.passes.views import views_at_use
 
 Pass = Callable[[Graph], Graph]
 PASSES: tuple[Pass, ...] = (
     unroll,
+    cse,
     blockwise,
     push_slices,
     reassociate,
@@ -69,6 +71,7 @@ __all__ = [
     "group",
     "open_shard_maps",
     "cpu_kernels",
+    "cse",
     "fold_scales",
     "push_slices",
     "reorder",
