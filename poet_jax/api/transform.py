@@ -30,6 +30,7 @@ from poet_jax.core.plan import BudgetLike, Planner, check_budget
 from poet_jax.core.purity import Operations, names_of
 from poet_jax.devices.machine import free_bytes, host
 from poet_jax.devices.price import price
+from poet_jax.emit.c99.programs import with_own_results
 from poet_jax.emit.c99.workspace import in_c
 from poet_jax.emit.executor import HostExecutor, Run, Step
 from poet_jax.emit.paged_step import PagedStep
@@ -121,7 +122,7 @@ class Scheduled:
         `PagedArray`s are on the board's storage between steps. Raises BudgetTooSmall
         and CannotTrace.
         """
-        traced = self._function.traced(args, kwargs, least_bytes=0)
+        traced = with_own_results(self._function.traced(args, kwargs, least_bytes=0))
         graph, costs = self.priced(traced, for_board(self.passes))
         costs = in_c(graph, costs)
         budget = self.budget_for(*args, **kwargs)

@@ -81,7 +81,8 @@ class BoundModel:
 
 
 def _default_to_training(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    call = module.__call__  # type: ignore[attr-defined]
+    method = kwargs.get("method") or "__call__"
+    call = getattr(module, method) if isinstance(method, str) else method
     if "train" in inspect.signature(call).parameters:
         kwargs.setdefault("train", True)
 
@@ -256,6 +257,14 @@ class _Initialiser:
     def __init__(self, module: nn.Module, key: jax.Array):
         self.module, self.variables = module, None
         self._key = key
+
+    @property
+    def params(self) -> Any:
+        return (self.variables or {}).get("params", {})
+
+    @property
+    def collections(self) -> dict[str, Any]:
+        return {k: x for k, x in (self.variables or {}).items() if k != "params"}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         _default_to_training(self.module, kwargs)

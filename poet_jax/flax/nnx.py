@@ -29,7 +29,7 @@ from poet_jax.flax.microbatches import (
     refuse_changes,
     refuse_statistics,
 )
-from poet_jax.stores.paged import in_ram
+from poet_jax.stores.paged import copied_to_ram
 from poet_jax.update.items import ArrayStep
 from poet_jax.update.part import EVERYTHING, Part
 from poet_jax.update.scheme import UpdateLike, parse_update
@@ -303,7 +303,7 @@ class TrainStep:
         graphdef, params, rest = nnx.split(self.model, nnx.Param, ...)
         part = getattr(self.optimizer, "part", EVERYTHING)
         params = nnx.as_pure(part).merged(nnx.as_pure(params))
-        return nnx.merge(graphdef, params, in_ram(rest), copy=True)
+        return nnx.merge(graphdef, params, copied_to_ram(rest), copy=True)
 
     def plan(self, batch: Any) -> Schedule:
         """The schedule for a batch like this, arrays or shapes; runs nothing."""

@@ -121,8 +121,8 @@ def _largest_product(
         for v in node.writes
     ]
     nbytes, name = max(products, default=(0, ""))
-    count = sum(_nbytes(graph.values[v]) == nbytes for v in alive)
-    saved = nbytes * max(1, count)
+    made = [v for v in alive if v in graph.producer and v not in graph.leaving]
+    saved = nbytes * max(1, sum(_nbytes(graph.values[v]) == nbytes for v in made))
     if saved < max(1, LARGE_SHARE * need_bytes) or graph.devices > 1:
         return None
     if not name.endswith("]"):

@@ -222,11 +222,15 @@ def drop_copies() -> None:
                 paged._copies.clear()
 
 
-def in_ram(tree: Any) -> Any:
-    """`tree` with every `PagedArray` read into an ordinary array."""
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(leaf) if isinstance(leaf, PagedArray) else leaf, tree
-    )
+def copied_to_ram(tree: Any) -> Any:
+    """`tree` with arrays of its own, each `PagedArray` read into an ordinary one."""
+
+    def copy(leaf: Any) -> Any:
+        if isinstance(leaf, PagedArray):
+            return jnp.asarray(leaf)
+        return jnp.copy(leaf) if isinstance(leaf, jax.Array) else leaf
+
+    return jax.tree.map(copy, tree)
 
 
 def _free(store: Store, offset: int, generation: int) -> None:

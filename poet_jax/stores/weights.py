@@ -1,5 +1,6 @@
 """Files of weights in the format of safetensors: written whole, read where needed."""
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -64,22 +65,37 @@ def write(
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)
     new = path.with_name(f"{path.name}.new")
-    try:
-        with open(new, "wb") as file:
+    with _locked(new) as file:
+        try:
             file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
             for array in arrays.values():
                 file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(new, path)
-    except BaseException:
-        new.unlink(missing_ok=True)
-        raise
+            os.replace(new, path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
         os.fsync(folder)  # the name, too
     finally:
         os.close(folder)
+
+
+def _locked(path: pathlib.Path) -> IO[bytes]:
+    """The file at `path`, made empty once no other process writes it."""
+    import fcntl  # not on Windows
+
+    while True:
+        file = open(path, "ab")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with contextlib.suppress(FileNotFoundError):
+            # Whoever had the lock before has renamed or removed what was opened.
+            if os.path.samestat(os.stat(path), os.fstat(file.fileno())):
+                file.truncate(0)
+                return file
+        file.close()
 
 
 class WeightsFile(Store):

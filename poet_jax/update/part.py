@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from poet_jax.core.trace import path_name
-from poet_jax.stores.paged import in_ram
+from poet_jax.stores.paged import copied_to_ram
 from poet_jax.update.quantization import dequantized, is_quantized
 
 
@@ -101,8 +101,11 @@ class Part:
         return kept, dataclasses.replace(self, adapters=adapters)
 
     def merged(self, params: Any) -> Any:
-        """`params` in RAM, dequantized and with adapters added, to evaluate or save."""
-        part, params = in_ram((self, params))
+        """`params` in RAM, dequantized and with adapters added, to evaluate or save.
+
+        No array is one of the given ones, which the next step may take.
+        """
+        part, params = copied_to_ram((self, params))
         return part.merge(part.split(params), params)
 
     def _put(

@@ -2,9 +2,10 @@
 
 import subprocess
 
+import jax
 import numpy as np
 import pytest
-from boards import FLAGS, normal, scheduled
+from boards import FLAGS, normal, results, scheduled
 
 import poet_jax
 
@@ -131,3 +132,22 @@ def test_a_reading_that_fails_says_whether_ram_is_as_it_was(saved):
     built, state, _ = saved
     found = [run(built, "restore", state, str(most)).strip() for most in range(3)]
     assert found == [b"-1", b"-1", b"-4:changed"]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s, x: ((s[0] + x, s[0], s[1]), s[2]),
+        lambda s, x: ((s[1], s[0], s[2] * x), x),
+        lambda s, x: ((x, s[0], s[1]), s[2]),
+        lambda s, x: ((s[0] - x, s[0], s[2]), x),
+    ],
+    ids=["old beside new", "swap", "delay line", "target network"],
+)
+def test_old_state_may_be_a_result_in_another_place(function, tmp_path):
+    rng = np.random.default_rng(0)
+    args = tuple(normal(rng, 5) for _ in range(3)), normal(rng, 5)
+    plan = scheduled(function, *args, donate_argnums=0)
+    found = results(plan, tmp_path, args)
+    for left, right in zip(found, jax.tree.leaves(function(*args)), strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-6)

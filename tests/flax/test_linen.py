@@ -447,3 +447,33 @@ def test_an_optimizer_that_starts_from_the_parameters_shares_their_arrays():
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0]
+
+
+class Coded(nn.Module):
+    """Two methods, of which one does not say whether it trains."""
+
+    def setup(self):
+        self.dense = nn.Dense(8)
+        self.calls = self.variable("counts", "calls", lambda: jnp.zeros(()))
+
+    def __call__(self, x, train):
+        return self.code(x) if train else x
+
+    def code(self, x):
+        self.calls.value += 1
+        return jnp.tanh(self.dense(x))
+
+
+def test_a_loss_may_read_the_variables_and_call_any_method():
+    def loss_fn(model, batch):
+        error = jnp.square(model(batch[0], method="code") - batch[1]).mean()
+        decay = sum(jnp.square(x).sum() for x in jax.tree.leaves(model.params))
+        return error + 1e-3 * decay, sum(jax.tree.leaves(model.collections))
+
+    step = train_step(Coded(), "1GiB", loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+    state, losses = step.init(KEY, BATCH), []
+    for _ in range(3):
+        state, metrics = step(state, BATCH)
+        losses.append(float(metrics["loss"]))
+    assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
+    assert metrics["aux"] == 4

@@ -182,6 +182,17 @@ def test_a_leaf_that_is_handed_through_is_not_moved():
     assert planned.last_run.bytes_paged_in == X.nbytes
 
 
+def test_an_array_without_elements_may_be_on_storage():
+    store = poet_jax.HostStore()
+    state = poet_jax.to_storage({"x": X, "none": jnp.zeros((0, 4))}, store, 0)
+    planned = schedule(
+        lambda s: {"x": s["x"] * 2, "none": s["none"] + 1}, "1GiB", store
+    )
+    got = planned(state)
+    np.testing.assert_array_equal(got["x"], X * 2)
+    assert got["none"].shape == (0, 4)
+
+
 def test_linen_state_is_made_and_trained_on_storage():
     model = nn.Sequential([nn.Dense(128), nn.Dropout(0.5, deterministic=False)])
     store = poet_jax.FileStore()

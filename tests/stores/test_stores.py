@@ -396,4 +396,4 @@ def test_a_copy_in_ram_is_taken_once_or_dropped(store):
     kept.keep_copy(None, X)
     paged.drop_copies()
     assert kept.copied_bytes == 0
-    np.testing.assert_array_equal(paged.in_ram([kept])[0], X)
+    np.testing.assert_array_equal(paged.copied_to_ram([kept])[0], X)

@@ -1,6 +1,7 @@
 """A file of weights holds what was saved, is read where a step needs it, and is never
 written; a damaged one is refused."""
 
+import concurrent.futures
 import json
 import os
 
@@ -181,3 +182,18 @@ def test_pages_are_not_written_to_a_file_of_weights(tmp_path):
         poet_jax.to_storage(X, kept.store, 0)
     with pytest.raises(poet_jax.PageStoreError, match="only read"):
         kept.store.reserve(1)
+
+
+def test_who_saves_to_one_path_together_leaves_what_one_of_them_saved(tmp_path):
+    path = tmp_path / "weights"
+    arrays = [{"w": np.full(2**18, n, np.int32)} for n in range(2)]
+
+    def save(n):
+        for _ in range(20):
+            poet_jax.save_paged(arrays[n], path)
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        list(pool.map(save, range(2)))
+    (kept,) = poet_jax.load_paged(path).values()
+    assert len(set(np.asarray(kept).tolist())) == 1
+    assert [x.name for x in tmp_path.iterdir()] == ["weights"]

@@ -158,6 +158,17 @@ def test_an_nnx_model_is_quantized_in_place_and_merged_to_floats():
     assert merged(BATCH[0]).shape == (16, 10)
 
 
+@pytest.mark.parametrize("update", [None, lora(2)], ids=["all", "lora"])
+def test_a_merged_model_outlives_the_steps_that_follow(update):
+    step = poet_jax.train_step(NnxNet(), 2**30, update=update, **OPTIONS)
+    step(BATCH)
+    merged = step.merged()
+    before = np.array(merged(BATCH[0]))
+    step(BATCH)
+    np.testing.assert_array_equal(merged(BATCH[0]), before)
+    assert not np.array_equal(step.merged()(BATCH[0]), before)
+
+
 @pytest.mark.parametrize("pattern", ["**", "**/bias"])
 def test_what_cannot_be_quantized_is_named(pattern):
     scheme = Update({"head/*": 1.0}, quantize={pattern: "int8"})

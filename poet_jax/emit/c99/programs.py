@@ -5,12 +5,15 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from poet_jax.core.equation import Equation
-from poet_jax.core.graph import Graph
+from poet_jax.core.graph import Graph, Node
 from poet_jax.core.plan import Free, PageIn, PageOut
 from poet_jax.core.program import Program, Run
+from poet_jax.core.rebuilding import body
+from poet_jax.core.trace import trace_part
 from poet_jax.emit.c99 import (
     contractions,
     control,
@@ -268,6 +271,33 @@ def successors(graph: Graph) -> dict[int, int]:
             found[same[0]] = new
             free.remove(same[0])
     return found
+
+
+def moved_results(graph: Graph) -> list[int]:
+    """Arguments that the step replaces, and returns in another place."""
+    heirs = successors(graph)
+    return [v for v in graph.results if v in heirs and heirs[v] != v]
+
+
+def with_own_results(graph: Graph) -> Graph:
+    """`graph`, of single equations, that copies each replaced argument which is a
+    result, too: what replaces it is written to its place.
+
+    A result that takes the place of itself needs no copy.
+    """
+    moved = set(moved_results(graph))
+    values, nodes, outputs = list(graph.values), list(graph.nodes), list(graph.outputs)
+    for leaf, v in enumerate(graph.results):
+        if v not in moved:
+            continue
+        part = trace_part(jnp.copy, jax.ShapeDtypeStruct(*values[v].kind))
+        outputs[leaf] = copied = len(values)
+        values.append(values[v])
+        names = {part.arguments[0]: v, part.outputs[0]: copied}
+        nodes.append(Node.of("output/copy", body(part, names), [copied]))
+    return dataclasses.replace(
+        graph, values=tuple(values), nodes=tuple(nodes), outputs=tuple(outputs)
+    )
 
 
 def _matching(graph: Graph) -> Iterable[tuple[list[int], list[int]]]:

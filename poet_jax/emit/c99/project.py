@@ -20,7 +20,7 @@ from poet_jax.emit.c99 import sources
 from poet_jax.emit.c99.buffers import Unsupported
 from poet_jax.emit.c99.expanding import expanded, is_key, words
 from poet_jax.emit.c99.offsets import Arena, place
-from poet_jax.emit.c99.programs import Steps, steps_of, unsupported
+from poet_jax.emit.c99.programs import Steps, moved_results, steps_of, unsupported
 from poet_jax.emit.c99.storage import (
     Storage,
     is_cut,
@@ -221,6 +221,12 @@ def _refuse(graph: Graph, program: Program) -> None:
         )
     if names := unsupported(program):
         raise _no_kernel(names)
+    if moved := moved_results(graph):
+        raise ValueError(
+            f"{graph.values[moved[0]].name} is a result, and another one is written "
+            "over it. A C program has one place for both. Use a schedule of "
+            "Scheduled.plan_for_board, which copies it."
+        )
     _refuse_storage(graph, program)
 
 

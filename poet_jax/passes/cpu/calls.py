@@ -38,7 +38,7 @@ def apart(
 def token_of(arrays: Sequence[jax.Array]) -> jax.Array:
     """A uint32 computed from all arrays, which keep their memory until then."""
     token = jnp.uint32(0)
-    for x in arrays:
+    for x in (x for x in arrays if x.size):
         first = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
         is_token = x.dtype == token.dtype
         token += (
