@@ -170,6 +170,11 @@ def pareto(
     Raises ValueError for an invalid budget, and BudgetTooSmall if the largest one has
     no plan.
     """
+    if isinstance(budgets, str):
+        raise ValueError(
+            f"`budgets` must be several budgets, got {budgets!r}; use for example "
+            f"budgets=[{budgets!r}]"
+        )
     planner = MilpPlanner() if planner is None else BasePlanner.of(planner)
     baseline = keep_everything(graph, costs).usage
     chosen = [parse_budget(budget, baseline.peak_bytes) for budget in budgets or ()]

@@ -76,11 +76,13 @@ def default_loss(model: Callable, batch: Any) -> jax.Array:
     `batch` is `(inputs, labels)`. Raises CannotTrace for another batch, and for labels
     whose shape is not that of the predictions.
     """
-    if not isinstance(batch, tuple | list) or len(batch) != 2:
+    is_pair = isinstance(batch, tuple | list) and len(batch) == 2
+    if not is_pair:
+        many = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
         raise CannotTrace(
             "The default loss takes batch = (inputs, labels), got a "
-            f"{type(batch).__name__}. Pass a loss_fn(model, batch) to train_step for "
-            "any other batch."
+            f"{type(batch).__name__}{many}. Pass a loss_fn(model, batch) to train_step "
+            "for any other batch."
         )
     inputs, labels = batch
     predictions = model(inputs)

@@ -279,12 +279,25 @@ def test_a_missing_budget_is_named():
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("solver", "GUROBI"), ("objective", "beauty")]
+    ("option", "value"),
+    [
+        ("solver", "GUROBI"),
+        ("objective", "beauty"),
+        ("time_limit_seconds", 0),
+        ("time_limit_seconds", math.nan),
+        ("gap", -1),
+    ],
 )
 def test_the_milp_knows_what_it_was_not_asked_for(option, value):
     with pytest.raises(ValueError) as caught:
         poet_jax.MilpPlanner(**{option: value})
-    assert_three_sentences(caught.value, option, value, "use")
+    assert_three_sentences(caught.value, option, str(value), "use")
+
+
+def test_one_budget_in_place_of_several_is_refused():
+    with pytest.raises(ValueError) as caught:
+        schedule(gradient, "1GiB").pareto(W, X, budgets="80%")
+    assert_three_sentences(caught.value, "budgets", "['80%']")
 
 
 @pytest.mark.parametrize(

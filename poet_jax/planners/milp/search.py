@@ -7,6 +7,7 @@ gap or time is up. Every plan is repaired, prefetched and judged by the simulato
 import dataclasses
 import fnmatch
 import logging
+import numbers
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -76,6 +77,16 @@ class MilpPlanner(BasePlanner):
             raise ValueError(
                 "`objective` must be 'energy' or 'time', got "
                 f"{self.objective!r}; use objective='energy'"
+            )
+        seconds, gap = self.time_limit_seconds, self.gap
+        if not (isinstance(seconds, numbers.Real) and seconds > 0):
+            raise ValueError(
+                f"`time_limit_seconds` must be more than 0, got {seconds!r}; use for "
+                "example time_limit_seconds=6.0"
+            )
+        if not (isinstance(gap, numbers.Real) and gap >= 0):
+            raise ValueError(
+                f"`gap` must be 0 or more, got {gap!r}; use for example gap=1e-4"
             )
         for name in ("keep", "never_page", "never_remat"):
             patterns = getattr(self, name)
