@@ -40,7 +40,9 @@ class TrainState(struct.PyTreeNode):
       params: the module's parameters.
       opt_state: the optimizer's state.
       collections: the other variable collections, such as batch_stats.
-      key: typed PRNG key, folded with `step` for each step's dropout.
+      key: typed PRNG key, folded with `step` for each step's dropout. What cannot save
+        one, as `flax.serialization`, takes `jax.random.key_data(state.key)` in its
+        place; `jax.random.wrap_key_data` makes a key of that again.
       part: the trainable part of the parameters.
     """
 
