@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from flax import struct
+from flax import serialization, struct
 
 from poet_jax.api.effects import Effects
 from poet_jax.api.schedule import Schedule
@@ -52,6 +52,18 @@ class TrainState(struct.PyTreeNode):
     collections: Any
     key: jax.Array
     part: Part = EVERYTHING
+
+
+def _saved(part: Part) -> dict[str, Any]:
+    return {str(n): x for n, x in enumerate(jax.tree.leaves(part))}
+
+
+def _loaded(part: Part, saved: dict[str, Any]) -> Part:
+    leaves, structure = jax.tree.flatten(part)
+    return jax.tree.unflatten(structure, [saved[str(n)] for n in range(len(leaves))])
+
+
+serialization.register_serialization_state(Part, _saved, _loaded)
 
 
 class BoundModel:

@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import serialization
 from flax.training import train_state
 from toy import OPTIONS, STAGES, tightest
 
 import poet_jax
+from poet_jax.update import lora
 
 OPTIONS = OPTIONS | {"executor": STAGES}
 train_step = functools.partial(poet_jax.train_step, **OPTIONS)
@@ -477,3 +479,18 @@ def test_a_loss_may_read_the_variables_and_call_any_method():
         losses.append(float(metrics["loss"]))
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
     assert metrics["aux"] == 4
+
+
+@pytest.mark.parametrize("update", [None, lora(2)], ids=["all", "lora"])
+def test_a_state_that_went_through_bytes_trains_on(update):
+    def keyless(state):
+        return state.replace(key=jax.random.key_data(state.key))
+
+    step = train_step(MLP(), "1GiB", update=update, optimizer=optax.adam(0.1))
+    state, _ = step(step.init(KEY, BATCH), BATCH)
+    saved = serialization.to_bytes(keyless(state))
+    other = step.init(jax.random.key(1), BATCH)
+    again = serialization.from_bytes(keyless(other), saved)
+    again = again.replace(key=jax.random.wrap_key_data(again.key))
+    losses = [float(step(x, BATCH)[1]["loss"]) for x in (again, state)]
+    assert losses[0] == losses[1]
