@@ -26,7 +26,7 @@ from poet_jax.core.errors import CannotTrace
 from poet_jax.core.graph import Graph
 from poet_jax.core.instances import load_instance
 from poet_jax.core.plan import Planner, check_budget
-from poet_jax.core.units import format_bytes
+from poet_jax.core.units import format_bytes, format_count
 from poet_jax.devices.machine import host
 from poet_jax.planners import (
     MilpPlanner,
@@ -241,8 +241,9 @@ def _beneath(step: Any, args: Sequence[Any]) -> tuple[Scheduled, Sequence[Any]]:
     except TypeError as error:
         takes = ", ".join(signature.parameters)
         raise ValueError(
-            f"A {type(step).__name__} was returned with {len(args)} arguments. It "
-            f"takes {takes}. Use `return step, {takes}`."
+            f"A {type(step).__name__} was returned with "
+            f"{format_count(len(args), 'argument')}. It takes {takes}. Use `return "
+            f"step, {takes}`."
         ) from error
     beneath = step.array_step(*args)
     if isinstance(beneath, tuple):

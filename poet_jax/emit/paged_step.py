@@ -83,7 +83,8 @@ class PagedStep:
                 raise RuntimeError(
                     f"{graph.values[value].name} was given as an array of shape "
                     f"{leaf.shape} that has been deleted. An argument that was donated "
-                    "to an earlier call is gone. Use what that call returned."
+                    "to an earlier call is gone. Use what that call returned, or a "
+                    "copy."
                 )
         copies, copied_now = self._copies(leaves)
         drop_copies()  # those of other steps are memory that this plan does not know of

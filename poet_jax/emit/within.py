@@ -214,7 +214,9 @@ class _Fitting:
                 plan = planner(self.seen, self.costs, within, self.leanest)
         except BudgetTooSmall as error:
             if error.plan is None or error.smallest_bytes <= allowed:
-                raise  # something else than memory does not fit
+                # Something else than memory does not fit.
+                asked = error.problem.replace(str(within), str(self.budget), 1)
+                raise error.but(problem=asked) from error.__cause__
             self.least_bytes = max(self.least_bytes, error.least_bytes)
             floor = floor_bytes(self.seen, self.costs)
             self.was_hopeless = allowed < floor and not is_hastened

@@ -263,7 +263,7 @@ def budget_too_small(
     if seconds is not None:
         wanted = f"Budget(seconds=...) of at least {rounded_up(seconds)}"
     elif limits:
-        wanted = f"a larger budget than these {least} bytes, seconds= or store_bytes="
+        wanted = "more memory, seconds= or store_bytes="
     advice = [wanted, "a smaller batch", *remedies(graph, least, alive)]
     if planner != "MilpPlanner":
         advice.append("poet_jax.MilpPlanner(), which may find a leaner plan")
