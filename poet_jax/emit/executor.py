@@ -167,8 +167,8 @@ class Step:
                 raise
             raise RuntimeError(
                 "A step was given an array that has been deleted. An argument that "
-                "was donated to an earlier call is gone, also if that failed. Use what "
-                "that call returned, or a copy."
+                "was donated to an earlier call is gone, even if that call failed. Use "
+                "what that call returned, or a copy."
             ) from error
         if self._signal is None:
             jax.block_until_ready(results)

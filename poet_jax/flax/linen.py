@@ -40,9 +40,9 @@ class TrainState(struct.PyTreeNode):
       params: the module's parameters.
       opt_state: the optimizer's state.
       collections: the other variable collections, such as batch_stats.
-      key: typed PRNG key, folded with `step` for each step's dropout. What cannot save
-        one, as `flax.serialization`, takes `jax.random.key_data(state.key)` in its
-        place; `jax.random.wrap_key_data` makes a key of that again.
+      key: typed PRNG key, folded with `step` for each step's dropout.
+        `flax.serialization` cannot save a key: replace it by `jax.random.key_data` of
+        it, and make that a key again by `jax.random.wrap_key_data`.
       part: the trainable part of the parameters.
     """
 

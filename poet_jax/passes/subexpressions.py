@@ -38,11 +38,11 @@ class _Found:
     def __init__(self, graph: Graph):
         self.first: dict[Any, tuple[int, ...]] = {}
         self.same: dict[int, int] = {}
-        self.varying = set(graph.arguments)
+        self.varying = {x for v in graph.arguments for x in graph.pieces(v)}
         self.leaving = set(graph.leaving)
 
     def visit(self, node: Node) -> Node | None:
-        """`node` on the first of equal values; None if it would write such."""
+        """`node`, reading the first of equal values; None if it repeats another."""
         node = node.renamed(self.same)
         if self.varying.isdisjoint(node.reads):
             return node

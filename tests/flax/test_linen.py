@@ -452,7 +452,7 @@ def test_an_optimizer_that_starts_from_the_parameters_shares_their_arrays():
 
 
 class Coded(nn.Module):
-    """Two methods, of which one does not say whether it trains."""
+    """A module with a method that takes no `train`."""
 
     def setup(self):
         self.dense = nn.Dense(8)

@@ -223,8 +223,8 @@ def _refuse(graph: Graph, program: Program) -> None:
         raise _no_kernel(names)
     if moved := moved_results(graph):
         raise ValueError(
-            f"{graph.values[moved[0]].name} is a result, and another one is written "
-            "over it. A C program has one place for both. Use a schedule of "
+            f"{graph.values[moved[0]].name} is a result, and another result is "
+            "written over it. A C program has one place for both. Use a schedule of "
             "Scheduled.plan_for_board, which copies it."
         )
     _refuse_storage(graph, program)
