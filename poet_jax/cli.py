@@ -143,19 +143,22 @@ def named_planner(name: str, **options: Any) -> Planner:
       options: solver, objective and time_limit_seconds, of planners that solve a MILP.
         None is the planner's default.
 
-    Raises ValueError for a name or an option that does not exist.
+    Raises ValueError for a name that does not exist, and for an option that the planner
+    does not have.
     """
-    if name in RULES:
-        return RULES[name]
-    if name not in MILPS:
+    planner = (RULES | MILPS).get(name)
+    if planner is None:
         raise ValueError(
             f"No planner is named {name!r}. The planners are "
             f"{', '.join([*RULES, *MILPS])}. Use --planner=milp."
         )
     given = {key: x for key, x in options.items() if x is not None}
-    if name == "paper":
-        given.pop("objective", None)  # it minimises energy
-    return MILPS[name](**given)
+    for option in given.keys() - inspect.signature(planner).parameters:
+        raise ValueError(
+            f"--planner={name} has no {option}. Leave that flag out, or use "
+            "--planner=milp."
+        )
+    return planner(**given) if name in MILPS else planner
 
 
 def asked_device() -> DeviceProfile | None:

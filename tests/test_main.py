@@ -207,6 +207,11 @@ def test_an_instance_is_explained_and_swept(instance, capsys, tmp_path):
         (("explain", "own.py:plain"), {"budget": "64"}, "is not a size"),
         (("explain", "own.py:of_nnx"), {"budget": "64"}, "is not a size"),
         (("explain", "own.py:plain"), {"planner": "best"}, "The planners are keep_all"),
+        (
+            ("explain", "own.py:plain"),
+            {"planner": "greedy", "solver": "CBC"},
+            "--planner=greedy has no solver",
+        ),
         (("explain", "own.py:plain"), {"device": "ABACUS"}, "The devices are host"),
         (("explain", "own.py:of_nnx"), {"donate_argnums": [0]}, "a plain function"),
         (("explain", "own.py:scheduled"), {"budget": "1KiB"}, "a budget of at least"),

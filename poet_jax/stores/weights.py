@@ -73,8 +73,10 @@ def write(
             file.flush()
             os.fsync(file.fileno())
             os.replace(new, path)
-        except BaseException:
+        except BaseException as error:
             new.unlink(missing_ok=True)
+            if isinstance(error, OSError):
+                error.filename = os.fspath(path)  # a write does not know it
             raise
     folder = os.open(path.parent, os.O_RDONLY)
     try:
@@ -173,6 +175,9 @@ def _arrays(path: str, file: IO[bytes]) -> dict[str, Described]:
         raise _damaged(path, str(error)) from error
     except (TypeError, LookupError, AttributeError) as error:
         raise _damaged(path, f"its header is not one ({error!r})") from error
+    end = max((x.offset + x.nbytes for x in described.values()), default=start)
+    if end != size:
+        raise _damaged(path, f"its arrays end at byte {end} of {size}")
     return described
 
 
