@@ -22,9 +22,10 @@ from poet_jax.core.errors import BudgetTooSmall
 from poet_jax.core.plan import BasePlanner
 from poet_jax.core.units import format_count
 from poet_jax.planners.milp.cuts import Cuts
-from poet_jax.planners.milp.lift import stage_bytes, summits
+from poet_jax.planners.milp.lift import crests, summits
 from poet_jax.planners.milp.search import MilpPlanner
 from poet_jax.planners.milp.solver import xsum
+from poet_jax.planners.planner import keep_everything
 from poet_jax.update.items import Items
 from poet_jax.update.scheme import Update
 
@@ -156,7 +157,7 @@ def search(
     planner = MilpPlanner(solver=BasePlanner.of(arrays.scheduled.planner).solver)
     items = Items(arrays, gains)
     graph, costs = items.graph, items.costs
-    cuts = summits(stage_bytes(graph, costs), CUTS)
+    cuts = summits(crests(keep_everything(graph, costs)), CUTS)
     refused: list[frozenset[int]] = []
 
     def seconds_left() -> float:

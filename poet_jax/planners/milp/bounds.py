@@ -10,16 +10,14 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import TypeVar
 
-import numpy as np
-
 from poet_jax.planners.milp.cuts import Cuts
-from poet_jax.planners.milp.lift import stage_bytes, summits
+from poet_jax.planners.milp.lift import crests, summits
 from poet_jax.planners.milp.solver import TOGETHER, together
 from poet_jax.planners.milp.state import State
-from poet_jax.planners.planner import Judged, least_objective
+from poet_jax.planners.planner import Judged, keep_everything, least_objective
 
 T = TypeVar("T")
 
@@ -97,7 +95,7 @@ class Bounds:
         which no plan can do without, takes much of that."""
         graph, costs, budget = self.state.graph, self.state.costs, self.state.budget
         assert budget is not None
-        live = stage_bytes(graph, costs)
+        live = crests(keep_everything(graph, costs))
         own = costs.workspace_bytes + [
             sum(costs.nbytes[v] for v in {*node.reads, *node.writes})
             for node in graph.nodes
@@ -108,7 +106,7 @@ class Bounds:
     def _ask_for(self, cuts: Collection[int]) -> None:
         """Cuts that were not asked for before come first."""
         new = sorted(set(cuts) - {*self.chosen, *self._added})
-        self._added = dict.fromkeys(_spread(new), math.inf) | self._added
+        self._added = dict.fromkeys(new, math.inf) | self._added
 
     def _stale(self, fresh: dict[int, float]) -> list[int]:
         """The cuts that may add more than any of `fresh`, the one that added most
@@ -129,10 +127,3 @@ class Bounds:
         bound = program.relaxed(self._seconds)
         self._took = time.monotonic() - since
         return bound
-
-
-def _spread(items: Sequence[int]) -> list[int]:
-    """The items in an order whose beginnings are from everywhere: by multiples of the
-    golden ratio."""
-    places = [number * (math.sqrt(5) - 1) / 2 % 1 for number in range(len(items))]
-    return [items[n] for n in np.argsort(np.argsort(places, kind="stable"))]

@@ -7,33 +7,16 @@ from typing import Any
 
 import numpy as np
 
-from poet_jax.core.costs import Costs
-from poet_jax.core.graph import Graph
 from poet_jax.core.in_place import replaceable
 from poet_jax.core.plan import Free, PageIn, Stages
 from poet_jax.core.program import Run
 from poet_jax.planners.milp.cuts import Cuts
-from poet_jax.planners.planner import Judged, judge, keep_everything
+from poet_jax.planners.planner import Judged, judge
 
 
-def solve(
-    cuts: Cuts, seconds: float, gap: float, start: Judged | None
-) -> tuple[Judged | None, float]:
-    """(plan or None, a lower bound in the objective's unit)."""
-    cuts.model.gap = gap
-    known = [] if start is None else values_of(cuts, start)
-    solution = cuts.model.optimize(seconds, known)
-    if solution.values is None:
-        return None, solution.bound * cuts.unit
-    return lifted(cuts, solution.values), solution.bound * cuts.unit
-
-
-def lifted(cuts: Cuts, values: np.ndarray | None) -> Judged:
+def lifted(cuts: Cuts, values: np.ndarray) -> Judged:
     """The plan of a solution, [variables]."""
-    assert values is not None
-    late = _Lift(cuts, values > 0.5).judged()
-    timely = _Lift(cuts, values > 0.5, crests(cuts.graph, late)).judged()
-    return min(late, timely, key=lambda judged: judged.usage.peak_bytes)
+    return _Lift(cuts, values > 0.5).judged()
 
 
 def repeats(judged: Judged, cuts: Collection[int]) -> set[tuple[int, int]]:
@@ -89,22 +72,16 @@ def values_of(cuts: Cuts, judged: Judged) -> list[tuple[Any, float]]:
     return list(values.items())
 
 
-def crests(graph: Graph, judged: Judged) -> list[tuple[int, int]]:
-    """[N] (most bytes in RAM, node that runs then) of each base stage."""
-    worst, stage = [(0, -1)] * len(graph.nodes), 0
+def crests(judged: Judged) -> list[int]:
+    """[N] most bytes in RAM in each base stage."""
+    worst, stage = [0] * len(judged.graph.nodes), 0
     for instruction, live in zip(
         judged.program.instructions, judged.usage.live_bytes, strict=True
     ):
         if isinstance(instruction, Run) and stage < len(worst):
-            (node,) = instruction.nodes
-            worst[stage] = max(worst[stage], (int(live), node))
-            stage += node == stage
+            worst[stage] = max(worst[stage], int(live))
+            stage += instruction.nodes == (stage,)
     return worst
-
-
-def stage_bytes(graph: Graph, costs: Costs) -> list[int]:
-    """[N] what keep-all has in RAM while each node runs."""
-    return [n for n, _ in crests(graph, keep_everything(graph, costs))]
 
 
 def summits(nbytes: Sequence[int], count: int) -> set[int]:
@@ -118,16 +95,10 @@ class _Lift:
     """A plan that does what a solution says, each thing when it is needed.
 
     What a segment makes for later ones is made once all that it is made from has no
-    other use, or earlier, in the stage where the crests of the plan `late` are lowest.
+    other use.
     """
 
-    def __init__(
-        self,
-        cuts: Cuts,
-        chosen: np.ndarray,
-        late: list[tuple[int, int]] | None = None,
-    ):
-        self.late = late
+    def __init__(self, cuts: Cuts, chosen: np.ndarray):
         self.cuts, self.chosen = cuts, chosen
         waiting = [v for v, y in cuts.waiting.items() if chosen[y.idx]]
         self.graph = cuts.graph.with_resident(waiting)
@@ -210,9 +181,6 @@ class _Lift:
                 first = max(begin, *(self.since[u] for u in reads))
                 when = max(first, *(self.last_use.get(u, -1) + 1 for u in leaving))
                 when = min(when, stage)
-                if self.late:
-                    choices = range(when, min(first, when) - 1, -1)
-                    when = min(choices, key=self.late.__getitem__)
             self.bring([v], when)
         staying = {*self.reads(stage)} - {x for x, _ in replaceable(self.graph)[stage]}
         self.present &= kept | cuts.small | staying

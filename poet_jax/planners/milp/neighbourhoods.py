@@ -12,10 +12,14 @@ import numpy as np
 
 from poet_jax.planners.milp.cuts import Cuts
 from poet_jax.planners.milp.lift import lifted, repeats, values_of
-from poet_jax.planners.milp.rounds import HORIZON, worst_stages
+from poet_jax.planners.milp.rounds import worst_stages
 from poet_jax.planners.milp.solver import TOGETHER, Solution, together
 from poet_jax.planners.milp.state import State
 from poet_jax.planners.planner import Judged
+
+# Nodes that run again are at most so many before one whose results are read, or those
+# of the best plan.
+HORIZON = 40
 
 # So many binaries, at most this share of all, are chosen anew at first, near so many
 # places at most; then as many as take a solver the first number of seconds. It is
@@ -66,14 +70,15 @@ class Neighbourhoods:
                 self.size *= (SECONDS / max(seconds, 0.1)) ** 0.2
                 misses += 1
                 best = state.best
-                if solution.objective * program.unit > state.least() * (1 - WORTH):
+                found = solution.objective * program.unit
+                if solution.values is None or found > state.least() * (1 - WORTH):
                     yield 0.0, None
                     continue
                 judged = lifted(program, solution.values)
                 yield 0.0, state.repaired(judged)
                 misses = misses if state.best is best else 0
                 limit = state.budget.memory_bytes
-                state.cuts |= worst_stages(state.graph, judged, limit)
+                state.cuts |= worst_stages(judged, limit)
 
     def kept(self, program: Cuts) -> list[dict[int, float]]:
         """`TOGETHER` choices of what stays as it is, values by number of variable."""

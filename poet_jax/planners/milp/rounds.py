@@ -2,43 +2,24 @@
 
 import dataclasses
 import functools
-import math
 import time
-from collections import Counter
 from collections.abc import Iterator
 
-from poet_jax.core.graph import Graph
 from poet_jax.planners.milp.bounds import Bounds
 from poet_jax.planners.milp.cuts import Cuts
-from poet_jax.planners.milp.lift import crests, solve
+from poet_jax.planners.milp.lift import crests, lifted
 from poet_jax.planners.milp.state import State
 from poet_jax.planners.planner import ROUNDING, Judged, prefetch
 
 # Beyond so many nodes evicting takes longer than a round.
 MANY_NODES = 300
 
-# A program with more binaries gets a horizon of so many nodes, and grows little more.
-LARGE, GROWN = 6000, 8000
-HORIZON = 40
-
-# Once a round ran out of time, so many of the cuts that bound most are among its own.
-FIRST = 2
-
-# So often what nodes that run again exceed is left free at the cuts where they do,
-# before as much is left free at all.
-RESERVING_ROUNDS = 8
-
 # A round has this share of the time limit, and so many seconds at least; three times as
 # much where it ended without a solution.
 SHARE, LEAST_SECONDS = 1 / 12, 2.0
 
-# Relative gap at which the solver leaves a round as long as plans need more cuts, and
-# for the smallest budget.
-COARSE_GAP, LEAN_GAP = 3e-3, 3e-4
-
-# A plan is good enough to start a solver from if it costs at most so many times the
-# bound: a bad one leads it astray.
-GOOD = 1.02
+# Relative gap at which the solver leaves a round as long as plans need more cuts.
+COARSE_GAP = 3e-3
 
 
 class Rounds:
@@ -59,53 +40,38 @@ class Rounds:
         if self.budget and is_large and planner.remat and planner.objective == "time":
             unpaged = dataclasses.replace(planner, paging=False)
             self.graph = unpaged.restrict(state.graph)
-        most = crests(state.graph, state.baseline)
+        most = crests(state.baseline)
         state.cuts.add(most.index(max(most)))
         self.asked = self.budget  # with an earlier deadline once plans wait for storage
-        self.horizon: int | None = None
-        self.reserve_bytes, self.tries = 0, RESERVING_ROUNDS
-        self.reserves: Counter[tuple[int, int]] = Counter()  # see `Cuts`
-        self.failing_bytes, self.fitting_bytes = 0, None  # reserves of earlier rounds
+        self.reserve_bytes = 0  # left free at every cut
         limit = state.planner.time_limit_seconds
         self.seconds = max(LEAST_SECONDS, limit * SHARE)
-        coarse = COARSE_GAP if self.budget else LEAN_GAP
-        self.gap = max(coarse, state.planner.gap / 2)
+        self.gap = max(COARSE_GAP if self.budget else 0.0, state.planner.gap / 2)
         self.rounds = 0
 
     def __iter__(self) -> Iterator[tuple[float, Judged | None]]:
         state, goes_on = self.state, True
         while goes_on:
             program = self.program()
-            start = state.best if state.least() <= GOOD * state.bound else None
             seconds, begin = self.seconds_of_round(), time.monotonic()
-            solving = functools.partial(solve, program, seconds, self.gap, start)
+            solving = functools.partial(program.model.optimize, seconds)
             if self.bounds is None:
-                judged, bound = solving()
+                solution = solving()
             else:
-                (judged, bound), other = self.bounds.beside(solving)
+                solution, other = self.bounds.beside(solving)
                 state.raise_bound(other)
             stopped = time.monotonic() - begin > 0.9 * seconds
-            state.solved |= judged is not None
+            bound, judged = solution.bound * program.unit, None
+            if solution.values is not None:
+                state.solved, judged = True, lifted(program, solution.values)
             yield self.proven(bound), judged and state.repaired(judged)
             goes_on = self.adapt(judged, bound, stopped)
-            if stopped and self.bounds is not None:
-                state.cuts.update(self.bounds.chosen[:FIRST])
 
     def program(self) -> Cuts:
-        """Of all cuts, with a horizon if it is large otherwise."""
         state = self.state
         parts = self.graph, state.costs, self.asked, state.planner, state.cuts
-        program = Cuts(
-            *parts,
-            horizon=self.horizon,
-            reserve_bytes=self.reserve_bytes,
-            reserves=self.reserves,
-        )
-        size = program.statistics["binaries"]
-        if self.budget and not self.horizon and len(state.cuts) > 1 and size > LARGE:
-            self.horizon = HORIZON
-            self.reserve_bytes = self.budget.memory_bytes // 40
-            return self.program()
+        program = Cuts(*parts, reserve_bytes=self.reserve_bytes)
+        program.model.gap = self.gap
         self.rounds += 1
         state.statistics |= program.statistics | {"rounds": self.rounds}
         return program
@@ -115,8 +81,7 @@ class Rounds:
 
     def proven(self, bound: float) -> float:
         """The bound of the last program, 0 if it is none for all plans."""
-        reserving = self.reserve_bytes or self.reserves
-        narrowed = reserving or self.horizon or self.asked is not self.budget
+        narrowed = self.reserve_bytes or self.asked is not self.budget
         return 0.0 if narrowed or self.is_unpaged else bound
 
     def adapt(self, judged: Judged | None, bound: float, stopped: bool) -> bool:
@@ -130,12 +95,10 @@ class Rounds:
             if self.is_unpaged:
                 return self.page()
             self.seconds *= 3 if stopped else 1
-            return self.reserve_less() or stopped
+            return stopped
         limit = round(bound) if self.budget is None else self.budget.memory_bytes
         over = judged.usage.peak_bytes - limit
         if over > 0 and self.cut(judged, limit):
-            if self.horizon and self.fitting_bytes is None:
-                self.reserve_bytes += over // 2
             return True
         if self.budget is None:
             return False
@@ -144,16 +107,11 @@ class Rounds:
         coarse, self.gap = self.gap, self.state.planner.gap / 2
         if coarse > self.gap and not stopped:
             return True
-        if over > 0:
-            self.failing_bytes = self.reserve_bytes
-            if self.fitting_bytes is None:
-                self.reserve_more(judged, over)
-                return True
-        elif (late := self.late_seconds(judged)) > 0:
-            return self.hurry(late)
-        else:
-            self.fitting_bytes = self.reserve_bytes
-        return self.narrow(stopped)
+        if over > 0:  # between the cuts, while nodes run again
+            self.reserve_bytes += over + limit // 100
+            return True
+        late = self.late_seconds(judged)
+        return late > 0 and self.hurry(late)
 
     @property
     def is_unpaged(self) -> bool:
@@ -162,50 +120,14 @@ class Rounds:
 
     def page(self) -> bool:
         """Page from now on, with nothing left free."""
-        self.graph = self.state.graph
-        self.reserve_bytes, self.tries = 0, RESERVING_ROUNDS
-        self.reserves.clear()
+        self.graph, self.reserve_bytes = self.state.graph, 0
         return True
 
     def cut(self, judged: Judged, limit: int) -> bool:
         """Cut where a plan exceeds the limit most; False if that is no news."""
-        if self.horizon and self.state.statistics["binaries"] > GROWN:
-            return False
-        new = worst_stages(self.state.graph, judged, limit) - self.state.cuts
+        new = worst_stages(judged, limit) - self.state.cuts
         self.state.cuts |= new
         return bool(new)
-
-    def reserve_more(self, judged: Judged, over: int) -> None:
-        """Leave room for what exceeds the budget between the cuts."""
-        assert self.budget is not None
-        limit, crest = self.budget.memory_bytes, crests(self.state.graph, judged)
-        self.tries -= 1
-        if self.tries < 0 or self.horizon:
-            self.reserve_bytes += over + limit // 100
-            return
-        for stage in worst_stages(self.state.graph, judged, limit):
-            live, again = crest[stage]
-            self.reserves[stage, again] += live - limit
-
-    def reserve_less(self) -> bool:
-        """Half of what is left free, as it leaves no plan."""
-        if not (self.reserve_bytes or self.reserves) or self.tries <= 0:
-            return False
-        self.tries -= 1
-        self.reserve_bytes //= 2
-        self.reserves = Counter({key: n // 2 for key, n in self.reserves.items()})
-        return True
-
-    def narrow(self, stopped: bool) -> bool:
-        """The reserve between one that is enough and one that is not; at last a round
-        with all the time that is left, if time ended the last one."""
-        assert self.budget is not None and self.fitting_bytes is not None
-        if self.fitting_bytes - self.failing_bytes > self.budget.memory_bytes // 200:
-            self.reserve_bytes = (self.fitting_bytes + self.failing_bytes) // 2
-            return True
-        self.reserve_bytes = self.fitting_bytes
-        last, self.seconds = self.seconds, math.inf
-        return stopped and last < math.inf
 
     def late_seconds(self, judged: Judged) -> float:
         """By how much a plan with prefetching misses the deadline; 0 if it does not."""
@@ -226,13 +148,13 @@ class Rounds:
         return deadline >= least * (1 + self.state.planner.gap)
 
 
-def worst_stages(graph: Graph, judged: Judged, limit: int) -> set[int]:
+def worst_stages(judged: Judged, limit: int) -> set[int]:
     """The stages, some apart, that exceed `limit` the most: two, or a few in a large
     graph."""
     found: list[int] = []
-    worst = crests(graph, judged)
-    for stage in sorted(range(len(worst)), key=lambda stage: -worst[stage][0]):
+    worst = crests(judged)
+    for stage in sorted(range(len(worst)), key=lambda stage: -worst[stage]):
         apart = all(abs(stage - other) > len(worst) // 40 for other in found)
-        if worst[stage][0] > limit and apart:
+        if worst[stage] > limit and apart:
             found.append(stage)
     return set(found[: 2 + len(worst) // 300])
