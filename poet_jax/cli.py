@@ -146,19 +146,19 @@ def named_planner(name: str, **options: Any) -> Planner:
     Raises ValueError for a name that does not exist, and for an option that the planner
     does not have.
     """
-    planner = (RULES | MILPS).get(name)
-    if planner is None:
+    planners = RULES | MILPS
+    if name not in planners:
         raise ValueError(
-            f"No planner is named {name!r}. The planners are "
-            f"{', '.join([*RULES, *MILPS])}. Use --planner=milp."
+            f"No planner is named {name!r}. The planners are {', '.join(planners)}. "
+            "Use --planner=milp."
         )
     given = {key: x for key, x in options.items() if x is not None}
-    for option in given.keys() - inspect.signature(planner).parameters:
+    for option in given.keys() - inspect.signature(planners[name]).parameters:
         raise ValueError(
             f"--planner={name} has no {option}. Leave that flag out, or use "
             "--planner=milp."
         )
-    return planner(**given) if name in MILPS else planner
+    return RULES[name] if name in RULES else MILPS[name](**given)
 
 
 def asked_device() -> DeviceProfile | None:
