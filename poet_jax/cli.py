@@ -41,6 +41,11 @@ from poet_jax.viz.reasons import ESTIMATE
 
 MILPS = {"milp": MilpPlanner, "paper": PaperPlanner}
 RULES = {f.__name__: f for f in (keep_all, sqrt, greedy, paging_only)}
+OPTIONS = {
+    "solver": "solver",
+    "objective": "objective",
+    "time_limit_seconds": "time_limit",
+}
 DEFAULT_BUDGET = "80%"
 DRAWN_NODES = 300  # more take Graphviz minutes
 # How each flag is defined.
@@ -155,8 +160,8 @@ def named_planner(name: str, **options: Any) -> Planner:
     given = {key: x for key, x in options.items() if x is not None}
     for option in given.keys() - inspect.signature(planners[name]).parameters:
         raise ValueError(
-            f"--planner={name} has no {option}. Leave that flag out, or use "
-            "--planner=milp."
+            f"--planner={name} does not take --{OPTIONS[option]}. Leave that out, or "
+            "use --planner=milp."
         )
     return RULES[name] if name in RULES else MILPS[name](**given)
 
@@ -169,15 +174,16 @@ def asked_device() -> DeviceProfile | None:
 
 def asked_planner() -> Planner | None:
     """The planner that flags name; None without any of them."""
-    given = flags.FLAGS
+    name = flags.FLAGS.planner
     options = {
-        "solver": given.solver,
-        "objective": given.objective,
-        "time_limit_seconds": given.time_limit,
+        option: flags.FLAGS[flag].value
+        for option, flag in OPTIONS.items()
+        # A program's own default is for the planners that have the option.
+        if name not in RULES or not flags.FLAGS[flag].using_default_value
     }
-    if given.planner is None and not any(x is not None for x in options.values()):
+    if name is None and not any(x is not None for x in options.values()):
         return None
-    return named_planner(given.planner or "milp", **options)
+    return named_planner(name or "milp", **options)
 
 
 def asked_budget(device: DeviceProfile | None) -> str | int:

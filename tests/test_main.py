@@ -210,7 +210,7 @@ def test_an_instance_is_explained_and_swept(instance, capsys, tmp_path):
         (
             ("explain", "own.py:plain"),
             {"planner": "greedy", "solver": "CBC"},
-            "--planner=greedy has no solver",
+            "--planner=greedy does not take --solver",
         ),
         (("explain", "own.py:plain"), {"device": "ABACUS"}, "The devices are host"),
         (("explain", "own.py:of_nnx"), {"donate_argnums": [0]}, "a plain function"),
