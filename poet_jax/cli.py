@@ -41,11 +41,6 @@ from poet_jax.viz.reasons import ESTIMATE
 
 MILPS = {"milp": MilpPlanner, "paper": PaperPlanner}
 RULES = {f.__name__: f for f in (keep_all, sqrt, greedy, paging_only)}
-OPTIONS = {
-    "solver": "solver",
-    "objective": "objective",
-    "time_limit_seconds": "time_limit",
-}
 DEFAULT_BUDGET = "80%"
 DRAWN_NODES = 300  # more take Graphviz minutes
 # How each flag is defined.
@@ -140,32 +135,6 @@ def named_device(name: str) -> DeviceProfile:
     return devices.ALL[name]
 
 
-def named_planner(name: str, **options: Any) -> Planner:
-    """The planner called `name`.
-
-    Args:
-      name: of `RULES` or `MILPS`.
-      options: solver, objective and time_limit_seconds, of planners that solve a MILP.
-        None is the planner's default.
-
-    Raises ValueError for a name that does not exist, and for an option that the planner
-    does not have.
-    """
-    planners = RULES | MILPS
-    if name not in planners:
-        raise ValueError(
-            f"No planner is named {name!r}. The planners are {', '.join(planners)}. "
-            "Use --planner=milp."
-        )
-    given = {key: x for key, x in options.items() if x is not None}
-    for option in given.keys() - inspect.signature(planners[name]).parameters:
-        raise ValueError(
-            f"--planner={name} does not take --{OPTIONS[option]}. Leave that out, or "
-            "use --planner=milp."
-        )
-    return RULES[name] if name in RULES else MILPS[name](**given)
-
-
 def asked_device() -> DeviceProfile | None:
     """The device that --device names; None without it."""
     name = flags.FLAGS.device
@@ -173,17 +142,37 @@ def asked_device() -> DeviceProfile | None:
 
 
 def asked_planner() -> Planner | None:
-    """The planner that flags name; None without any of them."""
-    name = flags.FLAGS.planner
+    """The planner that flags name; None without any of them.
+
+    Raises ValueError for a name that does not exist, and for a flag that the planner
+    does not take.
+    """
     options = {
-        option: flags.FLAGS[flag].value
-        for option, flag in OPTIONS.items()
-        # A program's own default is for the planners that have the option.
-        if name not in RULES or not flags.FLAGS[flag].using_default_value
+        "solver": flags.FLAGS["solver"],
+        "objective": flags.FLAGS["objective"],
+        "time_limit_seconds": flags.FLAGS["time_limit"],
     }
-    if name is None and not any(x is not None for x in options.values()):
+    given = {option: x for option, x in options.items() if x.value is not None}
+    name = flags.FLAGS.planner or ("milp" if given else None)
+    if name is None:
         return None
-    return named_planner(name or "milp", **options)
+    planners = RULES | MILPS
+    if name not in planners:
+        raise ValueError(
+            f"No planner is named {name!r}. The planners are {', '.join(planners)}. "
+            "Use --planner=milp."
+        )
+    takes = inspect.signature(planners[name]).parameters
+    for option, flag in given.items():
+        # A program's own default is for the planners that take it.
+        if option not in takes and not flag.using_default_value:
+            raise ValueError(
+                f"--planner={name} does not take --{flag.name}. Leave that out, or use "
+                "--planner=milp."
+            )
+    if name in RULES:
+        return RULES[name]
+    return MILPS[name](**{x: given[x].value for x in given.keys() & takes})
 
 
 def asked_budget(device: DeviceProfile | None) -> str | int:

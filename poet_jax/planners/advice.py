@@ -112,8 +112,8 @@ class _Part(NamedTuple):
 def _largest_product(
     graph: Graph, need_bytes: int, alive: Sequence[int]
 ) -> _Part | None:
-    """Blocks of the largest product, or more blocks. None unless what is alive of its
-    size is much of the need."""
+    """Blocks of the largest product, or more blocks; None where the values of its size
+    that are alive take little of the need."""
     products = [
         (_nbytes(graph.values[v]), node.name)
         for node in graph.nodes
