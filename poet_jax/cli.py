@@ -266,8 +266,8 @@ def asked_budgets() -> Sequence[str] | None:
     """--budgets; ValueError for --budget, which a sweep has no use for."""
     if flags.FLAGS.budget is not None:
         raise ValueError(
-            f"--budget={flags.FLAGS.budget} was given for a sweep. A sweep plans "
-            "several. Use --budgets=40%,60%,100%, or none for eight budgets."
+            f"sweep does not take --budget={flags.FLAGS.budget}: it plans several "
+            "budgets. Use --budgets=40%,60%,100%, or leave it out for eight."
         )
     return flags.FLAGS.budgets
 
@@ -289,8 +289,8 @@ def explain_target(target: str) -> None:
     """
     if flags.FLAGS.budgets is not None:
         raise ValueError(
-            f"--budgets={','.join(flags.FLAGS.budgets)} was given for an explanation. "
-            "It is of one plan. Use --budget=75%, or sweep for several budgets."
+            f"explain does not take --budgets={','.join(flags.FLAGS.budgets)}: it "
+            "explains one plan. Use --budget=75%, or sweep for several budgets."
         )
     if target.endswith(".json"):
         planner = asked_planner() or MilpPlanner()

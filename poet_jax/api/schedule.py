@@ -37,9 +37,10 @@ class Schedule(Planned):
       graph, costs, budget, plan, program: see their types.
       usage: what the program uses.
       baseline: what keep-all uses.
-      step: the program as it was compiled, or as `jax.jit` compiles the function where
-        the budget covers that; None for a schedule that was read from a file.
-      compilations: how many it took until that was within the budget.
+      step: the compiled program, or the function as `jax.jit` compiles it where the
+        budget covers that. None if nothing was compiled: for a schedule from a file,
+        of `Scheduled.plan_for_board` or of `update.search`.
+      compilations: how many programs were compiled until one was within the budget.
     """
 
     step: Step | PagedStep | None = None
@@ -75,25 +76,25 @@ class Schedule(Planned):
     def compile(self) -> "Compiled":
         """The step as `jax.jit(fun).lower(*args).compile()` gives it, and its schedule.
 
-        Raises PlanInvalid for a schedule that was read from a file.
+        Raises PlanInvalid for a schedule without a step.
         """
         if self.step is None:
             raise PlanInvalid(
-                "A schedule from a file holds a plan, but not the function to compile. "
-                "Use Scheduled.lower(*args).compile()."
+                "This schedule has no compiled step: it is from a file, for a board or "
+                "of update.search. Use Scheduled.lower(*args).compile()."
             )
         return Compiled(self, self.step.compiled)
 
     def export(self) -> export.Exported:
-        """The step as `jax.export.export` gives it, to be serialized and to run
-        elsewhere, on the kind of device that it was planned on.
+        """The step as a `jax.export.Exported`, to serialize and run elsewhere.
 
-        A step that was not compiled here, as of `Scheduled.plan_for_board`, has stages
-        of the budget's bytes. Other compilers that read StableHLO take it.
+        It runs on the kind of device that it was planned on. A schedule of
+        `Scheduled.plan_for_board` is cut into stages of at most the budget's bytes, for
+        any compiler that reads StableHLO.
 
-        Raises PlanInvalid for a step that pages, as its pages are this process's; and
-        for one that was not compiled here, and writes to references or runs on several
-        devices.
+        Raises PlanInvalid for a step that pages or has state on storage, since its
+        pages are in this process. A schedule of `plan_for_board` also must not write
+        to references or run on several devices.
         """
         if self.step is None or isinstance(self.step, PagedStep):
             return exported(self.program, self.costs, self.budget.memory_bytes)

@@ -361,9 +361,10 @@ def schedule(
       device: prices the plan; this machine, calibrated, by default.
       planner: `MilpPlanner()` by default.
       executor: `HostExecutor()` by default.
-      plan_cache: a folder for plans, so that a later start of the
-        same job plans nothing; see `cache.PlanCache`.
-      passes: what is done to the graph of single equations, in turn. By default
+      plan_cache: a folder for plans, so that a restarted job plans nothing; see
+        `poet_jax.api.cache.PlanCache`. The planner must then be a function of a module
+        or a dataclass.
+      passes: functions `Graph -> Graph`, applied in turn to the traced graph. Default:
         `unroll` (a loop's iterations in nodes of their own), `cse` (what is computed
         twice is computed once), `blockwise` (large values in blocks of rows),
         `push_slices` (a slice of a product becomes the product of a slice),
@@ -377,9 +378,9 @@ def schedule(
         that XLA's CPU backend computes fast and in little memory). `passes=()` leaves
         the graph as it was traced, one equation per node; `Scheduled.effects` shows
         what each does.
-      repeatable: operations that may run twice in a step although it is not known of
-        them, as of callbacks and foreign functions, that they are functions of their
-        operands: primitives, their names, or targets of `jax.ffi.ffi_call`.
+      repeatable: operations that a plan may repeat although they are not known to be
+        pure, such as callbacks and foreign functions: primitives, their names, or
+        targets of `jax.ffi.ffi_call`. All others of that kind run once a step.
       jit_options: as for `jax.jit`: `static_argnums`, `static_argnames`,
         `donate_argnums`, `donate_argnames`, `in_shardings`, `out_shardings`,
         `keep_unused`, `inline` and `compiler_options`. With shardings as options, or on
@@ -387,15 +388,16 @@ def schedule(
 
     Where arrays lie on several devices, a budget is of each one's memory.
 
-    Returns a `Scheduled`; its call raises BudgetTooSmall, CannotTrace, PageStoreError.
-    Raises ValueError for a budget that cannot be read, and TypeError for another
-    option.
+    Returns a `Scheduled`; its call raises BudgetTooSmall, CannotTrace, PageStoreError,
+    and PlanInvalid for a planner whose plan exceeds the budget. Raises ValueError for
+    a budget that cannot be read, TypeError for an unknown option or an object of the
+    wrong kind, and OSError for a `plan_cache` that cannot be written to.
     """
     if unknown := sorted(jit_options.keys() - JIT_OPTIONS):
         raise TypeError(
-            f"schedule got an option {unknown[0]!r}, which neither it nor jax.jit has. "
-            f"Of jax.jit's it takes {', '.join(JIT_OPTIONS)}. Use jax.default_device, "
-            "or arrays that are there, to choose where a step runs."
+            f"schedule has no option {unknown[0]!r}. Of jax.jit's options it takes "
+            f"{', '.join(JIT_OPTIONS)}. To choose where a step runs, use "
+            "jax.default_device, or arguments that are on that device."
         )
     options: dict[str, Any] = dict(
         device=device,
@@ -423,7 +425,15 @@ def value_and_grad(
     has_aux: bool = False,
     **schedule_options: Any,
 ) -> Scheduled:
-    """`jax.value_and_grad(fun, argnums, has_aux)` within a budget; see `schedule`."""
+    """`jax.value_and_grad(fun, argnums, has_aux)` within a memory budget.
+
+    Args:
+      fun, argnums, has_aux: as for `jax.value_and_grad`; the loss is a scalar.
+      budget, schedule_options: as for `schedule`.
+
+    Returns a `Scheduled`, whose call gives (loss, gradients), or with `has_aux`
+    ((loss, aux), gradients). Raises as `schedule`.
+    """
     return schedule(
         jax.value_and_grad(fun, argnums, has_aux), budget, **schedule_options
     )

@@ -55,8 +55,9 @@ class DeviceProfile:
       source: origin of the numbers, one sentence for all or a dict of one for each; an
         assumption says "assumed".
 
-    Raises ValueError for a rate or power that is missing, negative, NaN, or zero where
-    it divides, and for a contention of 1 or more.
+    Raises ValueError for a constant that is missing, negative, NaN, or zero where it
+    divides, for a contention of 1 or more, and for `rates` that are not rows of rising
+    sizes and positive seconds.
     """
 
     name: str

@@ -64,7 +64,10 @@ class BudgetTooSmall(ValueError):
 
 
 class PlanInvalid(ValueError):
-    """A plan reads a value that is not in RAM, or is of another graph."""
+    """A plan that breaks a rule, exceeds its budget or is of another graph.
+
+    Also a schedule that cannot be compiled or exported; the message says why.
+    """
 
 
 class CannotTrace(TypeError):

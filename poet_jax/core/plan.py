@@ -33,7 +33,8 @@ class Budget:
     Attributes:
       memory_bytes: bytes of array data alive at any instant.
       seconds: deadline of the step, storage time included; None for none.
-      store_bytes: room on storage; None for no limit.
+      store_bytes: bytes on storage, state that lives there included; None for all that
+        the device has (no limit where a planner is called by itself).
     """
 
     memory_bytes: int
@@ -107,9 +108,12 @@ def parse_budget(budget: BudgetLike, keep_all_bytes: int | None = None) -> Budge
             nbytes = fraction * (keep_all_bytes or 2**30)
             return Budget(nbytes + 1e-6)  # type: ignore[arg-type]
         try:
-            return Budget(parse_bytes(budget))
+            nbytes = parse_bytes(budget)
         except ValueError as error:
-            raise ValueError(f'{error} "device" is what it has free.') from None
+            raise ValueError(
+                f'{error} Use "device" for the memory that the device has free.'
+            ) from None
+        return Budget(nbytes)
     if isinstance(budget, numbers.Real):
         return Budget(budget)  # type: ignore[arg-type]
     raise ValueError(

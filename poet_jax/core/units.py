@@ -20,8 +20,8 @@ def parse_bytes(text: str) -> int:
     match = _SIZE.fullmatch(text)
     if match is None or match[2].lower() not in _BYTE_UNITS:
         raise ValueError(
-            f"{text!r} is not a size: a number and one of B, kB, MB, GB, KiB, MiB, "
-            'GiB. Use for example "64MiB", or "30%" for a percentage.'
+            f"{text!r} is not a size: a number and one of B, kB, MB, GB, TB, KiB, "
+            'MiB, GiB, TiB. Use for example "64MiB", or "30%" for a percentage.'
         )
     return math.floor(float(match[1]) * _BYTE_UNITS[match[2].lower()])
 

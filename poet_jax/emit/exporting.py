@@ -64,6 +64,6 @@ def _refuse(program: Program) -> None:
     if graph.references or graph.devices > 1:
         kind = "writes to references" if graph.references else "has several devices"
         raise PlanInvalid(
-            f"The step {kind}, and was not compiled here. Only one that was can be "
-            "exported then. Use Scheduled.plan(*args).export()."
+            f"The step {kind}, so it cannot be exported before it is compiled here. "
+            "Use Scheduled.plan(*args).export()."
         )

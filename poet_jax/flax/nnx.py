@@ -306,7 +306,11 @@ class TrainStep:
         return nnx.merge(graphdef, params, copied_to_ram(rest), copy=True)
 
     def plan(self, batch: Any) -> Schedule:
-        """The schedule for a batch like this, arrays or shapes; runs nothing."""
+        """The schedule for a batch like this, arrays or shapes; the step does not run.
+
+        With `last_blocks`, the first call makes the optimizer, and quantizes frozen
+        kernels of the model in place if the scheme says so. Raises as `Scheduled.plan`.
+        """
         self._choose(batch)
         return self._told(lambda scheduled: scheduled.plan, batch)
 

@@ -43,7 +43,9 @@ def train_step(
       schedule_options: of `poet_jax.schedule`.
 
     Returns a `poet_jax.nnx.TrainStep` or `poet_jax.linen.TrainStep`. Raises TypeError
-    for any other model.
+    for any other model, and for `update` with an `nnx.Optimizer`; ValueError for
+    `microbatches` that are neither a positive number nor "auto"; and as `schedule`. A
+    call raises CannotTrace for a batch that does not divide into `microbatches`.
     """
     if isinstance(model, nnx.Module):
         kind: Any = nnx_steps.TrainStep

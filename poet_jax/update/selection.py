@@ -150,14 +150,16 @@ def search(
     norm, as it ties all items together.
 
     Raises BudgetTooSmall if not even the patterns always trained fit, and ValueError
-    for gains of unknown patterns.
+    for gains of unknown patterns, for a step without an `Update` of fractions (those
+    of `last_blocks` and `lora` have none), and for state on storage.
     """
     since = time.monotonic()
     arrays = step.array_step(*args)
     planner = MilpPlanner(solver=BasePlanner.of(arrays.scheduled.planner).solver)
     items = Items(arrays, gains)
     graph, costs = items.graph, items.costs
-    cuts = summits(crests(keep_everything(graph, costs)), CUTS)
+    live = [nbytes for nbytes, _ in crests(keep_everything(graph, costs))]
+    cuts = summits(live, CUTS)
     refused: list[frozenset[int]] = []
 
     def seconds_left() -> float:

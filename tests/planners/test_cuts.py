@@ -315,7 +315,8 @@ def test_the_highest_crest_is_the_peak(case):
     worst = crests(judged)
     assert len(worst) == len(graph.nodes)
     start = sum(int(costs.nbytes[v]) for v in graph.initial)
-    assert max(start, *worst) == judged.usage.peak_bytes
+    assert max(start, *(live for live, _ in worst)) == judged.usage.peak_bytes
+    assert all(node == stage for stage, (_, node) in enumerate(worst))
 
 
 def test_a_long_chain_is_planned_within_a_percent_of_the_bound():

@@ -95,7 +95,7 @@ class Bounds:
         which no plan can do without, takes much of that."""
         graph, costs, budget = self.state.graph, self.state.costs, self.state.budget
         assert budget is not None
-        live = crests(keep_everything(graph, costs))
+        live = [nbytes for nbytes, _ in crests(keep_everything(graph, costs))]
         own = costs.workspace_bytes + [
             sum(costs.nbytes[v] for v in {*node.reads, *node.writes})
             for node in graph.nodes

@@ -16,7 +16,8 @@ is limited at the cuts alone, which are added where the plan of a solution excee
 
 import bisect
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,8 @@ class Cuts:
       planner: a MilpPlanner.
       nodes: base nodes to cut at.
       reserve_bytes: left free at every cut. With it the minimum is no bound.
+      reserves: bytes left free, by (cut, node), at a cut if the node runs again in the
+        segment that it ends, or is its own. With any the minimum is no bound.
       horizon: nodes that run again are at most so many before one whose results a
         segment reads; None for no limit. With it the minimum is no bound.
       again: (node, segment) of nodes that may run again beyond the horizon.
@@ -60,6 +63,7 @@ class Cuts:
         nodes: Iterable[int],
         choice: Choice | None = None,
         reserve_bytes: int = 0,
+        reserves: Mapping[tuple[int, int], int] = MappingProxyType({}),
         horizon: int | None = None,
         again: Collection[tuple[int, int]] = (),
         windows: bool = False,
@@ -101,7 +105,7 @@ class Cuts:
         for stop in range(3 if windows else self.last + 1, self.last + 2):
             for start in range(1, stop - 1, 1 if horizon is None else 3):
                 self._window_rows(start, stop)
-        self._memory_rows(reserve_bytes)
+        self._memory_rows(reserve_bytes, reserves)
         self._store_rows()
         self._time_rows()
         self.unit = self._minimise()
@@ -305,8 +309,10 @@ class Cuts:
                 if self.is_older(v, start):
                     model += windows["r", node] <= sources(v)
 
-    def _memory_rows(self, reserve_bytes: int) -> None:
-        """(5) RAM while the base node of each cut runs."""
+    def _memory_rows(
+        self, reserve_bytes: int, reserves: Mapping[tuple[int, int], int]
+    ) -> None:
+        """(5) RAM while the base node of each cut runs, and with `reserves`."""
         graph, nbytes = self.graph, self.nbytes
         unit = self.memory_unit = float(max([*nbytes, 1]))
         if self.budget is None:
@@ -331,6 +337,11 @@ class Cuts:
                     own_bytes += nbytes[v]
             total = xsum([*held[cut], own_bytes / unit * runs])
             self.model += total + pinned / unit <= self.memory
+            for (stage, again), free_bytes in reserves.items():
+                if stage == number:
+                    runs = self.r.get((again, cut - 1), 1)
+                    used = total + pinned / unit + free_bytes / unit * runs
+                    self.model += used <= self.memory
 
     def _store_rows(self) -> None:
         """(7) Room on storage at each cut: what is still to be paged in."""

@@ -72,15 +72,16 @@ def values_of(cuts: Cuts, judged: Judged) -> list[tuple[Any, float]]:
     return list(values.items())
 
 
-def crests(judged: Judged) -> list[int]:
-    """[N] most bytes in RAM in each base stage."""
-    worst, stage = [0] * len(judged.graph.nodes), 0
+def crests(judged: Judged) -> list[tuple[int, int]]:
+    """[N] (most bytes in RAM, node that runs then) of each base stage."""
+    worst, stage = [(0, -1)] * len(judged.graph.nodes), 0
     for instruction, live in zip(
         judged.program.instructions, judged.usage.live_bytes, strict=True
     ):
         if isinstance(instruction, Run) and stage < len(worst):
-            worst[stage] = max(worst[stage], int(live))
-            stage += instruction.nodes == (stage,)
+            (node,) = instruction.nodes
+            worst[stage] = max(worst[stage], (int(live), node))
+            stage += node == stage
     return worst
 
 

@@ -12,14 +12,10 @@ import numpy as np
 
 from poet_jax.planners.milp.cuts import Cuts
 from poet_jax.planners.milp.lift import lifted, repeats, values_of
-from poet_jax.planners.milp.rounds import worst_stages
+from poet_jax.planners.milp.rounds import HORIZON, worst_stages
 from poet_jax.planners.milp.solver import TOGETHER, Solution, together
 from poet_jax.planners.milp.state import State
 from poet_jax.planners.planner import Judged
-
-# Nodes that run again are at most so many before one whose results are read, or those
-# of the best plan.
-HORIZON = 40
 
 # So many binaries, at most this share of all, are chosen anew at first, near so many
 # places at most; then as many as take a solver the first number of seconds. It is

@@ -3,16 +3,26 @@
 import dataclasses
 import functools
 import time
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from poet_jax.planners.milp.bounds import Bounds
 from poet_jax.planners.milp.cuts import Cuts
-from poet_jax.planners.milp.lift import crests, lifted
+from poet_jax.planners.milp.lift import crests, lifted, values_of
 from poet_jax.planners.milp.state import State
 from poet_jax.planners.planner import ROUNDING, Judged, prefetch
 
 # Beyond so many nodes evicting takes longer than a round.
 MANY_NODES = 300
+
+# With a program of more binaries, nodes that run again are at most so many before one
+# whose results are read.
+LARGE, HORIZON = 6000, 40
+
+# So often room is left free just where nodes that run again exceed the memory, before
+# it is left free at all cuts.
+RESERVING_ROUNDS = 8
 
 # A round has this share of the time limit, and so many seconds at least; three times as
 # much where it ended without a solution.
@@ -20,6 +30,10 @@ SHARE, LEAST_SECONDS = 1 / 12, 2.0
 
 # Relative gap at which the solver leaves a round as long as plans need more cuts.
 COARSE_GAP = 3e-3
+
+# A solver starts from the best plan if that costs at most so many times the bound: a
+# bad one leads it astray.
+GOOD = 1.02
 
 
 class Rounds:
@@ -43,7 +57,9 @@ class Rounds:
         most = crests(state.baseline)
         state.cuts.add(most.index(max(most)))
         self.asked = self.budget  # with an earlier deadline once plans wait for storage
-        self.reserve_bytes = 0  # left free at every cut
+        self.horizon: int | None = None
+        self.reserve_bytes, self.tries = 0, RESERVING_ROUNDS
+        self.reserves: Counter[tuple[int, int]] = Counter()  # both as of `Cuts`
         limit = state.planner.time_limit_seconds
         self.seconds = max(LEAST_SECONDS, limit * SHARE)
         self.gap = max(COARSE_GAP if self.budget else 0.0, state.planner.gap / 2)
@@ -54,7 +70,9 @@ class Rounds:
         while goes_on:
             program = self.program()
             seconds, begin = self.seconds_of_round(), time.monotonic()
-            solving = functools.partial(program.model.optimize, seconds)
+            solving = functools.partial(
+                program.model.optimize, seconds, self.start(program)
+            )
             if self.bounds is None:
                 solution = solving()
             else:
@@ -68,20 +86,41 @@ class Rounds:
             goes_on = self.adapt(judged, bound, stopped)
 
     def program(self) -> Cuts:
+        """Of all cuts, with a horizon if it is large otherwise."""
         state = self.state
-        parts = self.graph, state.costs, self.asked, state.planner, state.cuts
-        program = Cuts(*parts, reserve_bytes=self.reserve_bytes)
+        program = Cuts(
+            self.graph,
+            state.costs,
+            self.asked,
+            state.planner,
+            state.cuts,
+            reserve_bytes=self.reserve_bytes,
+            reserves=self.reserves,
+            horizon=self.horizon,
+        )
+        is_large = program.statistics["binaries"] > LARGE and len(state.cuts) > 1
+        if self.budget and self.horizon is None and is_large:
+            self.horizon = HORIZON
+            return self.program()
         program.model.gap = self.gap
         self.rounds += 1
         state.statistics |= program.statistics | {"rounds": self.rounds}
         return program
+
+    def start(self, program: Cuts) -> list[tuple[Any, float]]:
+        """The best plan as a solution, for the solver to start from if it is good."""
+        best = self.state.best
+        if best is None or self.state.least() > GOOD * self.state.bound:
+            return []
+        return values_of(program, best)
 
     def seconds_of_round(self) -> float:
         return max(1.0, min(self.seconds, self.state.seconds_left()))
 
     def proven(self, bound: float) -> float:
         """The bound of the last program, 0 if it is none for all plans."""
-        narrowed = self.reserve_bytes or self.asked is not self.budget
+        reserving = self.reserve_bytes or self.reserves
+        narrowed = reserving or self.horizon or self.asked is not self.budget
         return 0.0 if narrowed or self.is_unpaged else bound
 
     def adapt(self, judged: Judged | None, bound: float, stopped: bool) -> bool:
@@ -107,8 +146,8 @@ class Rounds:
         coarse, self.gap = self.gap, self.state.planner.gap / 2
         if coarse > self.gap and not stopped:
             return True
-        if over > 0:  # between the cuts, while nodes run again
-            self.reserve_bytes += over + limit // 100
+        if over > 0:
+            self.reserve(judged, over)
             return True
         late = self.late_seconds(judged)
         return late > 0 and self.hurry(late)
@@ -121,6 +160,7 @@ class Rounds:
     def page(self) -> bool:
         """Page from now on, with nothing left free."""
         self.graph, self.reserve_bytes = self.state.graph, 0
+        self.reserves.clear()
         return True
 
     def cut(self, judged: Judged, limit: int) -> bool:
@@ -128,6 +168,18 @@ class Rounds:
         new = worst_stages(judged, limit) - self.state.cuts
         self.state.cuts |= new
         return bool(new)
+
+    def reserve(self, judged: Judged, over: int) -> None:
+        """Leave room for what exceeds the budget between cuts, as nodes run again."""
+        assert self.budget is not None
+        limit, worst = self.budget.memory_bytes, crests(judged)
+        self.tries -= 1
+        if self.tries < 0 or self.horizon:
+            self.reserve_bytes += over + limit // 100
+            return
+        for stage in worst_stages(judged, limit):
+            live, again = worst[stage]
+            self.reserves[stage, again] += live - limit
 
     def late_seconds(self, judged: Judged) -> float:
         """By how much a plan with prefetching misses the deadline; 0 if it does not."""
@@ -153,8 +205,8 @@ def worst_stages(judged: Judged, limit: int) -> set[int]:
     graph."""
     found: list[int] = []
     worst = crests(judged)
-    for stage in sorted(range(len(worst)), key=lambda stage: -worst[stage]):
+    for stage in sorted(range(len(worst)), key=lambda stage: -worst[stage][0]):
         apart = all(abs(stage - other) > len(worst) // 40 for other in found)
-        if worst[stage] > limit and apart:
+        if worst[stage][0] > limit and apart:
             found.append(stage)
     return set(found[: 2 + len(worst) // 300])
