@@ -211,6 +211,7 @@ def signal(graph: Graph) -> int | None:
         (graph.values[v].nbytes, leaf)
         for leaf, v in enumerate(graph.results)
         if v in graph.producer and v not in copies
+        if graph.values[v].dtype != jax.dtypes.float0  # which NumPy has at once
     ]
     nbytes, leaf = min(sizes, default=(SIGNAL_BYTES + 1, 0))
     return leaf if nbytes <= SIGNAL_BYTES else None

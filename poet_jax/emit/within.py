@@ -215,6 +215,8 @@ class _Fitting:
                 waiting = self.seen.waiting
                 stays = plan.resident - freed if waiting is None else frozenset()
                 self.seen = dataclasses.replace(self.seen, waiting=stays)
+                if self.leanest is not None and not self.leanest.resident <= stays:
+                    self.leanest = None  # no plan of what may wait now
                 plan = planner(self.seen, self.costs, within, self.leanest)
         except BudgetTooSmall as error:
             if error.plan is None or error.smallest_bytes <= allowed:

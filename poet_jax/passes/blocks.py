@@ -269,7 +269,15 @@ def _of_block(equation: Equation, way: _Way, size: int) -> Equation:
         own = way.operands[0]
         if params["slice_sizes"][own] == equation.operand_shapes[0].shape[own] != 1:
             params["slice_sizes"] = resized(params["slice_sizes"], own)
+    elif name == "dot_general" and way.result is None:
+        params["preferred_element_type"] = _summed_as(equation.result_shapes[0].dtype)
     return dataclasses.replace(equation, params=params)
+
+
+def _summed_as(dtype: Any) -> Any:
+    """In what blocks are added up: as in one product, halves are rounded once."""
+    is_half = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return jnp.dtype(jnp.float32) if is_half else dtype
 
 
 class _Blocks(Cutter):
@@ -375,6 +383,11 @@ class _Blocks(Cutter):
                 (total,) = self.add(
                     node.name, node.backward, combine, [total, other], key=(equation,)
                 )
+        dtype = equation.result_shapes[0].dtype
+        if self.values[total].dtype != dtype:
+            (total,) = self.add(
+                node.name, node.backward, lambda x: x.astype(dtype), [total]
+            )
         self.instead[value] = total
         return results
 

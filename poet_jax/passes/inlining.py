@@ -130,7 +130,8 @@ class _Recomputer:
         reduced = {x for e in rows if _is_reduction(e) for x in e.results}
         kept = {v for v in node.writes if v not in values and self.is_kept(v)}
         stops: set[Name] = kept | reduced
-        again = [*rows, *_softmax_numerators(rows, stops)]
+        shared = {v for v in node.writes if self.is_read_forward(v)}
+        again = [*rows, *_softmax_numerators(rows, stops, shared)]
         read = _reads(_needed(again, values, stops))
         return _Moved(values, [x for x in read if not self.is_kept(x)], again, stops)
 
@@ -159,6 +160,10 @@ class _Recomputer:
 
     def late_readers(self, value: int) -> set[int]:
         return self.readers[value] & self.late
+
+    def is_read_forward(self, value: int) -> bool:
+        """Whether other nodes than backward ones read it."""
+        return not all(self.nodes[number].backward for number in self.readers[value])
 
     def is_kept(self, value: Name) -> bool:
         """Whether it is in RAM in the backward pass anyway."""
@@ -202,13 +207,14 @@ def _is_reduction(equation: Equation) -> bool:
 
 
 def _softmax_numerators(
-    equations: Sequence[Equation], kept: set[Name]
+    equations: Sequence[Equation], kept: set[Name], shared: set[int]
 ) -> Iterator[Equation]:
     """Another way to each exponential that is divided by its own sum, which is kept.
 
     JAX saves both for the backward pass of a softmax. The quotient times the sum is the
     exponential, but for rounding: no term exceeds the sum of all, so what is lost where
-    the quotient underflows is nothing beside the others.
+    the quotient underflows is nothing beside the others. It would be something to
+    other readers, so exponentials that are `shared` or read by others stay as they are.
     """
     made_by = _made_by(equations)
 
@@ -225,6 +231,9 @@ def _softmax_numerators(
         if not (spread and total and maker(top, "exp") and total.operands == (top,)):
             continue
         assert not isinstance(top, Literal)
+        others = (e for e in equations if e not in (equation, total))
+        if top in shared or any(top in e.operands for e in others):
+            continue
         top_shape, bottom_shape = equation.operand_shapes
         summed = total.params["axes"]
         rest = tuple(d for d in range(top_shape.ndim) if d not in summed)

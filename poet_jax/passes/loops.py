@@ -212,12 +212,15 @@ class _Unroller(Cutter):
         graph = self.graph
         for node in graph.nodes:
             self.visit(node)
-        stacks, taken = self.stacks(), {*graph.arguments, *self.constants}
+        stacks = self.stacks()
+        lying = {x for stack in stacks.values() for x in stack.values}
+        taken = {*graph.arguments, *self.constants}
 
         def own(value: int) -> int:
             """What an output is now, in memory of its own unless it never had any."""
             now = self.whole(value)
-            if now != value and (isinstance(now, Literal) or now in taken):
+            is_copied = now in lying or (now != value and now in taken)
+            if isinstance(now, Literal) or is_copied:
                 (now,) = self.add(graph.values[value].name, False, jnp.copy, [now])
             taken.add(now)
             return now
@@ -263,7 +266,7 @@ class _Unroller(Cutter):
             olds = donated[self.values[value].kind]
             old = olds.pop(0) if olds else None
             pieces = self.split.get(value, ())
-            own = set(pieces) - taken
+            own = {x for x in pieces if not isinstance(x, Literal)} - taken
             if old in stacks and len(own) == len(stacks[old].values):
                 stacks[value] = Stack(stacks[old].cut, tuple(pieces), old)
                 taken |= own
@@ -286,6 +289,7 @@ class _Unroller(Cutter):
     def visit(self, node: Node) -> None:
         (equation,) = node.equations
         loop = _Loop.of(node, self.loops)
+        is_reduction = equation.primitive.name in REDUCTIONS
         if loop is not None and loop.length in self.cuts:
             self.unroll(node, loop)
         elif self.goes_by_pieces(equation):
@@ -293,15 +297,17 @@ class _Unroller(Cutter):
             self.postponed[result] = node
             if any(x in self.split for x in equation.reads):
                 self.cut(result)
-        elif equation.primitive.name in REDUCTIONS and equation.reads[0] in self.split:
+        elif is_reduction and equation.operands[0] in self.split:
             self.reduce(node, equation)
         else:
             self.emit(node)
 
     def goes_by_pieces(self, equation: Equation) -> bool:
         """Whether a piece of the result needs a piece of each operand only."""
-        (shape, *others) = (x.shape for x in equation.result_shapes)
-        if others or not shape or shape[0] not in self.cuts:
+        if len(equation.result_shapes) != 1:
+            return False
+        shape = equation.result_shapes[0].shape
+        if not shape or shape[0] not in self.cuts:
             return False
         operands = [x.shape for x in equation.operand_shapes]
         if equation.primitive.name == "broadcast_in_dim":

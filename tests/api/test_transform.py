@@ -585,6 +585,18 @@ def test_a_call_waits_where_all_results_are_large():
         assert x.is_ready()
 
 
+def test_a_gradient_by_integers_is_waited_for_by_what_is_computed():
+    def loss(x, rows):
+        return jnp.mean(jnp.tanh(x @ x)[rows])
+
+    gradients = jax.grad(loss, (0, 1), allow_int=True)
+    step = schedule(gradients, "100%")
+    for _ in range(2):
+        by_x, by_rows = step(jnp.eye(64), jnp.arange(4))
+    assert by_rows.dtype == jax.dtypes.float0
+    np.testing.assert_allclose(by_x, gradients(jnp.eye(64), jnp.arange(4))[0], 1e-5)
+
+
 def test_threads_may_share_a_step():
     """Each donates its own state, which another thread's call may have to wait for."""
     scheduled = schedule(lambda w: {"w": w + 1}, "1GiB", donate_argnums=0)

@@ -107,6 +107,22 @@ def test_blocks_compute_what_the_whole_does(name, blocks, seed):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)
 
 
+def test_sums_of_halves_over_blocks_are_rounded_once():
+    x, w = (abs(draw(n, 4096, 16)).astype(jnp.bfloat16) for n in range(2))
+    w = w[:64]
+
+    def fun(x, w):
+        return jax.nn.sigmoid(x @ w.T).T @ x
+
+    graph = blockwise(poet_jax.trace(fun, x, w), large_bytes=1, blocks=64)
+    assert len(graph.nodes) > 64
+    (found,) = jax.jit(graph.__call__)(x, w)
+    assert found.dtype == jnp.bfloat16
+    np.testing.assert_allclose(
+        *(jnp.float32(y) for y in (found, jax.jit(fun)(x, w))), rtol=2**-7
+    )
+
+
 @pytest.mark.parametrize("name", ["vocabulary", "smoothed", "in_batches", "hidden"])
 def test_no_large_value_is_left(name):
     args = draw(0, WIDTH, WORDS), draw(1, ROWS, WIDTH)

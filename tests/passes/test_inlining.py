@@ -126,6 +126,25 @@ def test_what_is_divided_by_the_sum_of_others_is_saved():
     np.testing.assert_allclose(slope, expected, rtol=1e-5)
 
 
+def test_what_is_divided_by_two_sums_is_saved():
+    """As in a dual softmax: one quotient may vanish where the other one counts."""
+    x = jnp.linspace(-1, 1, 512 * 512).reshape(512, 512)
+    x = x.at[:, 0].set(60.0).at[:, 1:].add(-45.0)  # along rows one term is all
+
+    def loss(x, weights):
+        terms = jnp.exp(x @ jnp.eye(512))
+        parts = (terms / terms.sum(d, keepdims=True) for d in (0, 1))
+        return sum(jnp.sin(part @ weights).mean() for part in parts)
+
+    args = x, jax.random.normal(jax.random.key(0), (512, 8))
+    graph = coarse(jax.grad(loss, (0, 1)), *args)
+    slope, _ = poet_jax.passes.inline_cheap(graph)(*args)
+    expected, _ = jax.jit(jax.grad(loss, (0, 1)))(*args)
+    slope, expected = slope[:, 1:], expected[:, 1:]
+    assert (expected != 0).mean() > 0.9
+    np.testing.assert_allclose(slope, expected, atol=1e-4 * jnp.abs(expected).max())
+
+
 def test_a_node_that_only_has_an_effect_stays():
     def loss(x):
         jax.debug.print("{}", x[0, 0])

@@ -130,6 +130,82 @@ def test_an_argument_on_storage_that_a_loop_reads_and_the_step_returns_stays_the
     assert scheduled.last_run.bytes_paged_out == 0
 
 
+BODIES = {
+    "the last carry is a row": lambda carry, row: (row, jnp.tanh(carry + row)),
+    "each carry is a result": lambda carry, row: (jnp.tanh(carry + row),) * 2,
+    "the first carry is a result": lambda carry, row: (carry + jnp.sin(row), carry),
+}
+
+
+@pytest.mark.parametrize("donated", [(), (0, 1)])
+@pytest.mark.parametrize("shape", [(), (64, 32)])
+@pytest.mark.parametrize("name", BODIES)
+def test_one_value_may_be_several_results_of_a_loop(name, shape, donated):
+    def fun(rows, carry, images):
+        def body(carry, of_step):
+            row, image = of_step
+            carry, result = BODIES[name](carry, row)
+            return carry, (result, image.sum())
+
+        return lax.scan(body, carry if shape else 0.0, (rows, images))
+
+    rows = jnp.arange(4.0).reshape(4, *[1 for _ in shape]) * jnp.ones((4, *shape))
+    args = rows, jnp.full(shape, 0.5), jnp.ones((4, 64, 32))
+    expected = jax.jit(fun)(*args)
+    options = OPTIONS | {"executor": STAGES, "donate_argnums": donated}
+    scheduled = poet_jax.schedule(fun, "1GiB", **options)
+    assert not any(map(is_scan, scheduled.plan(*args).graph.nodes))
+    assert_close(scheduled(*args), expected)
+
+
+def test_what_makes_or_reads_no_array_may_stand_beside_a_loop():
+    def step(stack, x):
+        def loss(stack):
+            return jnp.mean(lax.scan(lambda x, w: (x @ w, None), x, stack)[0] ** 2)
+
+        slope = jax.grad(loss)(stack)
+        jax.debug.callback(seen.append, slope[0, 0, 0])
+        return stack - slope, jnp.sum(0.0)
+
+    seen = []
+    args = jnp.ones((8, 64, 64)) / 64, jnp.ones((256, 64))
+    scheduled = poet_jax.schedule(step, "100%", **OPTIONS | {"executor": STAGES})
+    after, penalty = scheduled(*args)
+    jax.effects_barrier()
+    assert len(seen) == 1 and penalty == 0
+    assert_close(args[0] - after, jnp.full((8, 64, 64), seen[0]))
+
+
+def test_a_stack_on_storage_trains_in_the_memory_that_an_error_names():
+    def step(state, x):
+        def loss(stack):
+            x_last, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, stack)
+            return jnp.mean(x_last**2)
+
+        stack, momentum = state
+        value, slope = jax.value_and_grad(loss)(stack)
+        momentum = 0.9 * momentum + slope
+        return (stack - 0.1 * momentum, momentum), value
+
+    stack = jax.random.normal(jax.random.key(0), (8, 128, 128)) * 0.1
+    state, x = (stack, jnp.zeros_like(stack)), jnp.ones((64, 128))
+    (expected, _), _ = jax.jit(step)(state, x)
+    store = poet_jax.HostStore()
+    stored = poet_jax.to_storage(state, store)
+    options = {
+        "device": DEVICE,
+        "planner": poet_jax.MilpPlanner(time_limit_seconds=1),
+        "executor": poet_jax.HostExecutor(store),
+        "donate_argnums": 0,
+    }
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        poet_jax.schedule(step, "50%", **options).plan(stored, x)
+    (found, _), _ = poet_jax.schedule(step, caught.value.smallest_bytes, **options)(
+        stored, x
+    )
+    assert_close(np.asarray(found), expected)
+
+
 @examples(5)
 @given(options=options, way=st.sampled_from(sorted(WAYS)), share=st.integers(0, 100))
 def test_a_step_in_pieces_computes_within_its_budget_what_jit_computes(
