@@ -68,6 +68,25 @@ def test_an_element_is_computed_as_in_jax(tmp_path):
     assert_alike(cases, tmp_path)
 
 
+def test_extreme_elements_are_computed_as_in_jax(tmp_path):
+    angles = np.float32([6e4, 65536, -7e4, 1.5e5, -3e5, 9e5, 1.5e6, 3e7, -1e9])
+    tails = np.float32([-8, -3, -1, 0.9, 1, 2, 3, 4, 5])
+    large = np.array([0, 1, 200, 2**31, 2**32 - 1], np.uint32)
+    bits = np.ones((2, 256), bool)
+    cases = [(jnp.sin, (angles,)), (jnp.cos, (angles,)), (jnp.sign, (large,))]
+    cases += [(lambda x: jnp.log(lax.erfc(x)), (tails,))]
+    cases += [(lambda x: lax.integer_pow(x, 0), (tails,))]
+    cases += [(lax.dot, (bits, bits.T)), (lax.dot, (bits & False, bits.T))]
+    for dtype in ("int8", "uint8", "int16", "uint16", "int32", "uint32"):
+        rows = np.arange(1, 13).reshape(3, 4) * (
+            2 ** (4 * np.dtype(dtype).itemsize) - 3
+        )
+        rows = rows.astype(dtype)
+        cases += [(lax.dot, (rows, rows.T)), (lax.rem, (rows, rows.T.reshape(3, 4)))]
+        cases += [(f, (rows, rows[::-1])) for f in (lax.lt, lax.le, lax.gt, lax.ge)]
+    assert_alike(cases, tmp_path)
+
+
 def random_reduction(rng):
     shape = tuple(rng.integers(1, 6, rng.integers(1, 5)))
     axes = tuple(np.flatnonzero(rng.random(len(shape)) < 0.5).tolist())
@@ -479,6 +498,47 @@ def test_what_has_no_kernel_is_refused_by_name():
     message = refusal(NotImplementedError, function, x)
     for name in ("cholesky", "asin", "mul of bfloat16"):
         assert name in message
+
+
+def test_a_type_that_only_passes_through_is_refused_by_name():
+    x = jnp.ones(3, jnp.bfloat16)
+    message = refusal(NotImplementedError, lambda x, y: (x, y * 2), x, np.ones(3, "f"))
+    assert "arrays of bfloat16" in message
+
+
+def test_state_on_storage_that_is_returned_in_another_place_is_refused_by_name():
+    """Only the step after the next one would see that it had not moved."""
+    state = np.ones((16, 8), np.float32), np.zeros((16, 8), np.float32)
+    stored = poet_jax.to_storage(state, poet_jax.HostStore(), 100)
+    function = lambda now, before: (now * 2 - before, now)  # noqa: E731
+    schedule = scheduled(function, *stored, donate_argnums=(0, 1))
+    with pytest.raises(ValueError, match="arg0 is on storage.*Return a copy"):
+        poet_jax.emit.c(schedule, tempfile.mkdtemp(), stored)
+
+
+def test_a_name_of_the_users_does_not_end_a_comment(tmp_path):
+    with jax.named_scope("b*/ /*"):
+        assert_alike(
+            [(lambda x: x["a*/\\\n"] * 2, ({"a*/\\\n": np.ones(3, "f")},))], tmp_path
+        )
+
+
+IN_PLACE = {
+    "window": lambda h: jnp.concatenate([h[1:], h[:1] * 2]),
+    "sum": lambda h: jnp.cumsum(h, 0),
+    "sort": lambda h: jnp.sort(h, 0),
+    "mirror": lambda h: h[::-1] + h,
+    "update": lambda h: h.at[3].set(1.0) * 2,
+    "product": lambda h: h - 0.1 * (h @ h),
+}
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_the_arena_is_that_of_the_plan_where_state_is_replaced(name, tmp_path):
+    x = np.ones((64, 64), np.float32)
+    schedule = scheduled(IN_PLACE[name], x, donate_argnums=0)
+    project = poet_jax.emit.c(schedule, tmp_path, [x])
+    assert project.arena_bytes <= 1.05 * project.plan_bytes
 
 
 def test_a_callback_is_refused():

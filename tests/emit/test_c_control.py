@@ -140,6 +140,25 @@ KINDS = {
 }
 
 
+def test_each_element_of_a_batch_leaves_a_loop_by_itself(tmp_path):
+    def times(row, count):
+        return lax.fori_loop(0, count, lambda i, row: row * 1.5 + i, row)
+
+    def halved(row):
+        return lax.while_loop(lambda row: row.sum() > 1, lambda row: row / 2, row)
+
+    rows = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    counts = np.array([0, 5, 2, 3], np.int32)
+    batches = np.stack([rows, 40 * rows])
+    assert_alike(
+        [
+            (jax.vmap(times), (rows, counts)),
+            (jax.vmap(jax.vmap(halved)), (batches,)),
+        ],
+        tmp_path,
+    )
+
+
 @pytest.mark.parametrize("kinds", [list(KINDS)[:3], list(KINDS)[3:]], ids=str)
 @examples(1)
 @given(seed=st.integers(0, 2**32 - 1))

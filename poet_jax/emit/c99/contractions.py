@@ -182,7 +182,14 @@ def _dot_loops(lowering: Lowering, equation: Equation, groups, axes_a, axes_b) -
         element = loop.body.at(operand, aval.shape, loop.index(axes))
         factors.append(f"({C_TYPES[result]}){element}")
     loop.first.append(f"{C_TYPES[result]} s = 0;")
-    loop.body.lines.append(f"s += {factors[0]} * {factors[1]};")
+    x, y = factors
+    if result == "bool":
+        loop.body.lines.append(f"s |= {x} & {y};")
+    elif result == "float32":
+        loop.body.lines.append(f"s += {x} * {y};")
+    else:  # integers wrap around, which C has for those without a sign
+        total = f"(uint32_t)s + (uint32_t){x} * (uint32_t){y}"
+        loop.body.lines.append(f"s = ({C_TYPES[result]})({total});")
     loop.store(lowering.result(equation), "s")
     lowering.push(loop.step(lowering.run))
 

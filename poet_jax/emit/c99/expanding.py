@@ -87,7 +87,9 @@ def _expanded(equations: Iterable[Equation]) -> Iterator[Equation]:
     for equation in equations:
         avals = (*equation.operand_shapes, *equation.result_shapes)
         name = equation.primitive.name
-        if name in _BODIES:
+        if name == "while" and equation.params["cond_jaxpr"].out_avals[0].shape:
+            yield from _by(_one_condition, equation, equation.operand_shapes)
+        elif name in _BODIES:
             yield _with_parts(equation)
         elif any(is_key(aval.dtype) for aval in avals):
             yield from _of_words(equation)
@@ -235,6 +237,26 @@ def _by(
     names = dict(zip(graph.arguments, equation.operands, strict=True))
     names |= dict(zip(graph.outputs, equation.results, strict=True))
     yield from _expanded(body(graph, names))
+
+
+def _one_condition(params: dict[str, Any], *operands: jax.Array) -> list[jax.Array]:
+    """A `while` of a batch, each element of which ends by its own condition, as one
+    that goes on while any does: the elements that have ended stay as they are."""
+    second = params["cond_nconsts"]
+    third = second + params["body_nconsts"]
+    test, body = (jaxpr_as_fun(params[x]) for x in ("cond_jaxpr", "body_jaxpr"))
+
+    def goes_on(carry: tuple) -> jax.Array:
+        return test(*operands[:second], *carry)[0]
+
+    def step(carry: tuple) -> tuple:
+        on = goes_on(carry)
+        return tuple(
+            lax.select(lax.broadcast_in_dim(on, x.shape, tuple(range(on.ndim))), x, old)
+            for x, old in zip(body(*operands[second:third], *carry), carry, strict=True)
+        )
+
+    return list(lax.while_loop(lambda c: goes_on(c).any(), step, operands[third:]))
 
 
 def _split(params: dict[str, Any], x: jax.Array) -> list[jax.Array]:

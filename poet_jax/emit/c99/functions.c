@@ -94,18 +94,28 @@ float poet_logistic(float x) {
   return e / (1.0f + e);
 }
 
+/* erfc, of 1 and more */
+static float erfc_tail(float x) {
+  static const float far[] = {-0.00015004858f, 0.28485230f, 0.26006219f, 0.34651390f,
+                              -0.10096012f,    0.56000859f, -0.46898273f, 0.11870566f};
+  const float t = 1.0f / (1.0f + 0.5f * x);
+  return poet_exp(-x * x) * polynomial(t, far, 7);
+}
+
+float poet_erfc(float x) {
+  if (fabsf(x) < 1.0f || x != x) return 1.0f - poet_erf(x);
+  return x < 0.0f ? 2.0f - erfc_tail(-x) : erfc_tail(x);
+}
+
 float poet_erf(float x) {
   static const float near[] = {1.1283791f,   -0.37612626f,   0.112836f,
                                -0.026854444f, 0.0051895343f, -0.0008020831f,
                                7.8890851e-05f};
-  static const float far[] = {-0.00015004858f, 0.28485230f, 0.26006219f, 0.34651390f,
-                              -0.10096012f,    0.56000859f, -0.46898273f, 0.11870566f};
   const float size = fabsf(x);
   if (x != x) return x;
   if (size < 1.0f) return x * polynomial(x * x, near, 6);
   if (size > 4.0f) return x > 0.0f ? 1.0f : -1.0f;
-  const float t = 1.0f / (1.0f + 0.5f * size);
-  const float value = 1.0f - poet_exp(-size * size) * polynomial(t, far, 7);
+  const float value = 1.0f - erfc_tail(size);
   return x < 0.0f ? -value : value;
 }
 
@@ -157,7 +167,8 @@ float poet_power(float x, float y) {
   return x < 0.0f && is_odd ? -size : size;
 }
 
-/* x = n pi / 2 + the result; pi / 2 in three parts */
+/* x = n pi / 2 + the result, below 2^16: pi / 2 in three parts, whose products with n
+   are exact but for the last */
 static float quarter(float x, int32_t *n) {
   const float scaled = x * 0.636619772f;
   *n = (int32_t)(scaled < 0.0f ? scaled - 0.5f : scaled + 0.5f);
@@ -165,13 +176,28 @@ static float quarter(float x, int32_t *n) {
   return ((x - k * 1.5703125f) - k * 4.83751297e-4f) - k * 7.54978942e-8f;
 }
 
+/* The same from 2^16 to 2^31: x 2 / pi, modulo 4, in units of 2^-62 */
+static float quarter_of_large(float x, int32_t *n) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  const int shift = (int)(bits >> 23 & 255u) - 150;
+  const uint64_t whole = (bits & 0x7fffffu) | 0x800000u;
+  const uint64_t unit = 0x28be60db9391054aull;
+  uint64_t turn = shift < 0 ? whole * (unit >> -shift) : (whole * unit) << shift;
+  if (x < 0.0f) turn = 0u - turn;
+  const uint64_t nearest = (turn + (1ull << 61)) >> 62;
+  *n = (int32_t)nearest;
+  return (float)(int64_t)(turn - (nearest << 62)) * 3.40612158e-19f;
+}
+
 static float circular(float x, int32_t shift) {
   static const float sine[] = {-0.16666667f, 0.0083333319f, -0.00019840122f,
                                2.7251412e-06f};
   static const float cosine[] = {0.041666668f, -0.0013888398f, 2.4558216e-05f};
   int32_t n;
-  if (!(fabsf(x) < 1.0e6f)) return poet_nan();
-  const float r = quarter(x, &n), z = r * r;
+  if (!(fabsf(x) < 2147483648.0f)) return poet_nan();
+  const float r = fabsf(x) < 65536.0f ? quarter(x, &n) : quarter_of_large(x, &n);
+  const float z = r * r;
   n += shift;
   const float value = n & 1 ? 1.0f - 0.5f * z + z * z * polynomial(z, cosine, 2)
                             : r + r * z * polynomial(z, sine, 3);

@@ -92,6 +92,7 @@ float poet_log1p(float x);
 float poet_tanh(float x);
 float poet_logistic(float x);
 float poet_erf(float x);
+float poet_erfc(float x);
 float poet_erf_inv(float x);
 float poet_power(float x, float y);
 float poet_power_i(float x, int32_t n);
@@ -130,6 +131,8 @@ static inline int32_t poet_min_i(int32_t a, int32_t b) { return a < b ? a : b; }
 static inline uint32_t poet_max_i_u(uint32_t a, uint32_t b) { return a > b ? a : b; }
 static inline uint32_t poet_min_i_u(uint32_t a, uint32_t b) { return a < b ? a : b; }
 static inline int32_t poet_sign_i(int32_t x) { return (x > 0) - (x < 0); }
+static inline uint32_t poet_sign_i_u(uint32_t x) { return x != 0u; }
+static inline uint8_t poet_less(uint32_t a, uint32_t b) { return a < b; }
 static inline int32_t poet_abs_i(int32_t x) {
   return x < 0 ? (int32_t)(0u - (uint32_t)x) : x;
 }

@@ -68,18 +68,26 @@ int main(int count, char **words) {
       memcpy((uint8_t *)poet_arena + poet_arguments[i].offset, poet_given[i],
              poet_arguments[i].bytes);
   if (poet_step()) return 2;
-  double error = 0.0, norm = 0.0;
+  double errors[POET_RESULTS + 1], norms[POET_RESULTS + 1], total = 0.0, most = 0.0;
   for (int i = 0; i < POET_RESULTS; ++i) {
+    double *const error = errors + i, *const norm = norms + i;
+    *error = *norm = 0.0;
     const struct poet_array *x = &poet_results[i];
     if (x->offset < 0)
-      compare(storage + x->storage, expected_storage + x->storage, x, &error, &norm);
+      compare(storage + x->storage, expected_storage + x->storage, x, error, norm);
     else
-      compare((uint8_t *)poet_arena + x->offset, poet_expected[i], x, &error, &norm);
+      compare((uint8_t *)poet_arena + x->offset, poet_expected[i], x, error, norm);
+    total += *norm;
   }
   free(storage);
   free(expected_storage);
-  const double relative = sqrt(error) / (sqrt(norm) + 1e-30);
+  /* Of each result: a large one hides no other. What is nothing beside all of them is
+     rounding. */
+  for (int i = 0; i < POET_RESULTS; ++i) {
+    const double size = fmax(sqrt(norms[i]), 1e-5 * sqrt(total));
+    most = fmax(most, sqrt(errors[i]) / (size + 1e-30));
+  }
   printf("arena %d bytes, plan %d bytes, relative difference %.2e\n",
-         POET_ARENA_BYTES, POET_PLAN_BYTES, relative);
-  return relative < 1e-3 ? 0 : 1;
+         POET_ARENA_BYTES, POET_PLAN_BYTES, most);
+  return most < 1e-3 ? 0 : 1;
 }

@@ -55,7 +55,12 @@ def concatenate(lowering: Lowering, equation: Equation) -> None:
                 buffer, loop.body.at(operand, aval.shape, loop.body.identity), form
             )
             parts.append(loop.step(lowering.run))
-    lowering.push(together(parts))
+    if parts:
+        lowering.push(together(parts))
+    else:
+        lowering.push(
+            Step((), (buffer,), lambda pointer: ["(void)m;"], run=lowering.run)
+        )
 
 
 def pad(lowering: Lowering, equation: Equation) -> None:
@@ -226,6 +231,8 @@ def _slices(
     packed_window: Sequence[int],
 ) -> dict[str, Any]:
     """The fields of a `poet_slices` that gather and scatter share."""
+    if max(len(indices) - 1, len(inside), len(index_map)) > 8:
+        raise NoForm
     steps = strides(array)
     array_batch = [
         steps[batching[axis]] if axis in batching else 0

@@ -17,7 +17,7 @@ from poet_jax.core.program import Program
 from poet_jax.core.simulate import Usage
 from poet_jax.core.units import format_bytes
 from poet_jax.emit.c99 import sources
-from poet_jax.emit.c99.buffers import Unsupported
+from poet_jax.emit.c99.buffers import C_TYPES, Unsupported
 from poet_jax.emit.c99.expanding import expanded, is_key, words
 from poet_jax.emit.c99.offsets import Arena, place
 from poet_jax.emit.c99.programs import Steps, moved_results, steps_of, unsupported
@@ -219,7 +219,10 @@ def _refuse(graph: Graph, program: Program) -> None:
             "program has whole ones. Plan with passes= that leave out "
             "poet_jax.passes.unroll."
         )
-    if names := unsupported(program):
+    held = (graph.values[v] for v in (*graph.arguments, *graph.results))
+    kinds = dict.fromkeys(f"arrays of {x.dtype.name}" for x in held
+                          if x.dtype.name not in C_TYPES)  # fmt: skip
+    if names := [*unsupported(program), *kinds]:
         raise _no_kernel(names)
     if moved := moved_results(graph):
         raise ValueError(
@@ -232,6 +235,18 @@ def _refuse(graph: Graph, program: Program) -> None:
 
 def _refuse_storage(graph: Graph, program: Program) -> None:
     """New state is written to the place of the old one, which nobody may read then."""
+    left = list(graph.results)
+    for value in (v for v in graph.arguments if v in graph.donated):
+        kind = graph.values[value].kind
+        place = next((n for n, v in enumerate(left) if graph.values[v].kind == kind), 0)
+        if left and graph.values[left[place]].kind == kind:
+            new = left.pop(place)
+            if new != value and new in graph.stored:
+                raise ValueError(
+                    f"{graph.values[new].name} is on storage, and the step returns it "
+                    f"in place of {graph.values[value].name}. A C program leaves it "
+                    "where it is. Return a copy, or keep that state in RAM."
+                )
     storage = Storage.of(program)
     if storage.nbytes >= MOST_STORAGE_BYTES:
         raise ValueError(

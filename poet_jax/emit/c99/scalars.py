@@ -54,6 +54,20 @@ def _infix(sign: str) -> Rule:
     return lambda params, args, dtypes: f"{args[0]} {sign} {args[1]}"
 
 
+def _less(is_swapped: bool, is_not: bool) -> Rule:
+    """An order: of numbers without a sign by a function, as compilers warn of an
+    order that the types decide."""
+
+    def rule(params: dict[str, Any], args: Sequence[str], dtypes: Sequence[str]) -> str:
+        a, b = args[::-1] if is_swapped else args
+        if dtypes[0].startswith("u"):
+            return f"{'!' * is_not}poet_less({a}, {b})"
+        sign = {(0, 0): "<", (1, 0): ">", (1, 1): "<=", (0, 1): ">="}
+        return f"{args[0]} {sign[is_swapped, is_not]} {args[1]}"
+
+    return rule
+
+
 def _call(of_floats: str, of_integers: str | None = None) -> Rule:
     """A call of a function of C, another one for integers."""
 
@@ -67,7 +81,7 @@ def _call(of_floats: str, of_integers: str | None = None) -> Rule:
     return rule
 
 
-_UNSIGNED = {"poet_divide_i", "poet_remainder_i", "poet_max_i", "poet_min_i"}
+_UNSIGNED = {f"poet_{name}_i" for name in ("divide", "remainder", "max", "min", "sign")}
 
 
 def _negated(params: dict[str, Any], args: Sequence[str], dtypes: Sequence[str]) -> str:
@@ -111,7 +125,7 @@ def _power(params: dict[str, Any], args: Sequence[str], dtypes: Sequence[str]) -
     x = args[0]
     match exponent:
         case 0:
-            return "1.0f"
+            return f"((void){args[0]}, 1.0f)"
         case 1:
             return x
         case 2:
@@ -232,16 +246,16 @@ RULES: dict[str, Rule] = {
     "tanh": _call("poet_tanh"),
     "logistic": _call("poet_logistic"),
     "erf": _call("poet_erf"),
-    "erfc": lambda p, a, d: f"1.0f - poet_erf({a[0]})",
+    "erfc": _call("poet_erfc"),
     "erf_inv": _call("poet_erf_inv"),
     "sin": _call("poet_sin"),
     "cos": _call("poet_cos"),
     "eq": _infix("=="),
     "ne": _infix("!="),
-    "lt": _infix("<"),
-    "le": _infix("<="),
-    "gt": _infix(">"),
-    "ge": _infix(">="),
+    "lt": _less(False, False),
+    "le": _less(True, True),
+    "gt": _less(True, False),
+    "ge": _less(False, True),
     "and": _infix("&"),
     "or": _infix("|"),
     "xor": _infix("^"),

@@ -1,5 +1,6 @@
 """The text of the files of a C99 project."""
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -199,7 +200,7 @@ class _Text:
         ):
             for number, (v, row) in enumerate(zip(values, rows, strict=True)):
                 x, offset = graph.values[v], row.split(",")[0]
-                shown = f"/* {x.name}: {x.dtype}{list(x.shape)} */"
+                shown = f"/* {_plain(x.name)}: {x.dtype}{list(x.shape)} */"
                 where = f"((uint8_t *)poet_arena + {offset})"
                 if offset == "-1":
                     lines.append(f"/* {kind} {number} is not in RAM. */ {shown}")
@@ -233,7 +234,7 @@ class _Text:
                 for part in parts:
                     calls += part.render(self.pointer)
                 continue
-            lines += ["", f"/* {self.steps.names[run]} */"]
+            lines += ["", f"/* {_plain(self.steps.names[run])} */"]
             lines.append(f"static void run_{run}(uint8_t *m) {{")
             for part in parts:
                 inside = part.render(self.pointer)
@@ -335,6 +336,11 @@ class _Text:
             f"ASSERT(LENGTH(RAM) >= {self.project.arena_bytes},\n"
             '       "poet: the arena does not fit into RAM")\n'
         )
+
+
+def _plain(name: str) -> str:
+    """A name that neither begins nor ends a comment, nor has lines."""
+    return re.sub(r"[*\\\\\n?]", "_", name)
 
 
 def _by_run(steps: Sequence[Step]) -> Iterable[tuple[int, list[Step]]]:

@@ -6,8 +6,9 @@ import numpy as np
 
 from poet_jax.core.costs import Costs
 from poet_jax.core.graph import Graph, Node
+from poet_jax.core.in_place import Pairs, replaceable
 from poet_jax.core.program import Program
-from poet_jax.emit.c99.buffers import Buffer, Unsupported, needed
+from poet_jax.emit.c99.buffers import Buffer, Step, Unsupported, needed
 from poet_jax.emit.c99.expanding import expanded
 from poet_jax.emit.c99.nodes import lower_node
 from poet_jax.emit.c99.offsets import alive
@@ -25,11 +26,18 @@ def in_c(graph: Graph, costs: Costs) -> Costs:
     inside = expanded(Program(graph, ())).graph
     if unsupported(Program(inside, ())):
         return costs
-    workspaces = np.array([_workspace_bytes(inside, x) for x in inside.nodes], np.int64)
+    over = replaceable(graph)
+    workspaces = np.array(
+        [
+            _workspace_bytes(inside, x, o)
+            for x, o in zip(inside.nodes, over, strict=True)
+        ],
+        np.int64,
+    )
     return dataclasses.replace(costs, workspace_bytes=workspaces)
 
 
-def _workspace_bytes(graph: Graph, node: Node) -> int:
+def _workspace_bytes(graph: Graph, node: Node, over: Pairs) -> int:
     """Most bytes of inner arrays at once, less those of results that are not written
     by then. Arrays that only save work are left out, as they are where RAM is short.
     """
@@ -50,4 +58,12 @@ def _workspace_bytes(graph: Graph, node: Node) -> int:
         live[first] += buffer.nbytes
         live[len(steps) if buffer in results else last + 1] -= buffer.nbytes
     written = sum(x.nbytes for x in results if x in spans)
-    return max(0, int(live.cumsum().max(initial=0)) - written)
+    # What a plan writes over its operand, and C does not: it reads that later.
+    read, made = alive([Step((), tuple(buffers), lambda p: []), *steps]), spans
+    allowed = {pair for step in steps for pair in step.over}
+    apart = 0
+    for old, new in over:
+        a, b = known[old], lowering.where[new]
+        if b in made and read[a][1] - 1 >= made[b][0] and (a, b) not in allowed:
+            apart += a.nbytes
+    return max(0, int(live.cumsum().max(initial=0)) - written) + apart
