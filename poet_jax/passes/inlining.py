@@ -130,7 +130,7 @@ class _Recomputer:
         reduced = {x for e in rows if _is_reduction(e) for x in e.results}
         kept = {v for v in node.writes if v not in values and self.is_kept(v)}
         stops: set[Name] = kept | reduced
-        shared = {v for v in node.writes if self.is_read_forward(v)}
+        shared = {v for v in node.writes if not self.is_only_multiplied(v)}
         again = [*rows, *_softmax_numerators(rows, stops, shared)]
         read = _reads(_needed(again, values, stops))
         return _Moved(values, [x for x in read if not self.is_kept(x)], again, stops)
@@ -161,9 +161,15 @@ class _Recomputer:
     def late_readers(self, value: int) -> set[int]:
         return self.readers[value] & self.late
 
-    def is_read_forward(self, value: int) -> bool:
-        """Whether other nodes than backward ones read it."""
-        return not all(self.nodes[number].backward for number in self.readers[value])
+    def is_only_multiplied(self, value: int) -> bool:
+        """Whether backward nodes alone read it, in products."""
+        nodes = [self.nodes[number] for number in self.readers[value]]
+        return all(node.backward for node in nodes) and all(
+            equation.primitive.name == "mul"
+            for node in nodes
+            for equation in node.equations
+            if value in equation.operands
+        )
 
     def is_kept(self, value: Name) -> bool:
         """Whether it is in RAM in the backward pass anyway."""
@@ -228,13 +234,18 @@ def _softmax_numerators(
         top, bottom = equation.operands
         spread = maker(bottom, "broadcast_in_dim")
         total = spread and maker(spread.operands[0], "reduce_sum")
-        if not (spread and total and maker(top, "exp") and total.operands == (top,)):
+        power = maker(top, "exp")
+        if not (spread and total and power and total.operands == (top,)):
             continue
+        if maker(power.operands[0], "sub") is None:
+            continue  # the sum may be infinite
         assert not isinstance(top, Literal)
         others = (e for e in equations if e not in (equation, total))
         if top in shared or any(top in e.operands for e in others):
             continue
         top_shape, bottom_shape = equation.operand_shapes
+        if top_shape.shape != equation.result_shapes[0].shape:
+            continue
         summed = total.params["axes"]
         rest = tuple(d for d in range(top_shape.ndim) if d not in summed)
         if tuple(spread.params["broadcast_dimensions"]) == rest:

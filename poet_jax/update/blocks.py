@@ -43,8 +43,8 @@ def numbered_blocks(sizes: dict[str, int]) -> list[list[str]]:
 def first_uses(loss: Callable, params: Any, rest: tuple) -> list[float]:
     """Per leaf of `params`, the number of the first equation that uses it.
 
-    Infinite for an unused leaf. An equation of that leaf alone, such as a cast, is no
-    use, since all leaves may be cast at the start.
+    Infinite for an unused leaf. An equation of that leaf alone, such as a cast or a sum
+    for weight decay, is no use, since all leaves may be cast or summed at the start.
     """
     graph = trace(loss, *jax.eval_shape(lambda *args: args, params, *rest))
 
@@ -52,7 +52,11 @@ def first_uses(loss: Callable, params: Any, rest: tuple) -> list[float]:
         uses = [math.inf]
         for number in graph.readers[value]:
             node = graph.nodes[number]
-            uses += [number] if len(node.reads) > 1 else map(use, node.writes)
+            is_sum = not any(graph.values[v].shape for v in node.writes)
+            if len(node.reads) > 1:
+                uses.append(number)
+            elif not (is_sum and graph.values[value].shape):
+                uses += map(use, node.writes)
         return min(uses)
 
     count = len(jax.tree.leaves(params))

@@ -54,7 +54,8 @@ class Quantized:
         if self.kind == "int4":
             low = jnp.left_shift(codes, jnp.uint8(4))
             codes = jnp.concatenate([low, codes], 1).view(jnp.int8) >> jnp.int8(4)
-        rows = codes.astype(self.dtype) * self.scales.astype(self.dtype)
+        scales = jnp.asarray(self.scales)
+        rows = (codes.astype(scales.dtype) * scales).astype(self.dtype)
         rows = rows.reshape(-1, self.shape[-1])
         return rows[: math.prod(self.shape[:-1])].reshape(self.shape)
 

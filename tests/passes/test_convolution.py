@@ -263,7 +263,8 @@ def test_depthwise_convolutions_and_both_gradients_are_those_of_xla(case):
         return result, *transposed(slope)
 
     graph = cpu_kernels(poet_jax.trace(fun, image, kernel))
-    results = jax.jit(graph.__call__)(image, kernel)
+    with jax.numpy_rank_promotion("raise"):
+        results = jax.jit(graph.__call__)(image, kernel)
     lowered = [
         e.lowering is not None
         for node in graph.nodes

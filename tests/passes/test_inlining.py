@@ -9,6 +9,7 @@ import optax
 import pytest
 from flax import linen as nn
 from hypothesis import given
+from jax import lax
 from strategies import budgeted_graphs, examples, programs
 
 import poet_jax
@@ -143,6 +144,34 @@ def test_what_is_divided_by_two_sums_is_saved():
     slope, expected = slope[:, 1:], expected[:, 1:]
     assert (expected != 0).mean() > 0.9
     np.testing.assert_allclose(slope, expected, atol=1e-4 * jnp.abs(expected).max())
+
+
+def logarithm(scores, weights):
+    """Of numerators, whose derivative alone the backward pass has to compute."""
+    shifted = scores - lax.stop_gradient(scores.max(1, keepdims=True))
+    terms = jnp.exp(shifted)
+    products = jnp.sin((terms / terms.sum(1, keepdims=True)) @ weights)
+    return products.sum() + (jnp.log(terms) * lax.stop_gradient(products)).sum()
+
+
+def overflowing(scores, weights):
+    """Without the maximum taken off: sums are infinite."""
+    terms = jnp.exp(scores + 84)
+    return jnp.sin((terms / terms.sum(1, keepdims=True)) @ weights).sum()
+
+
+@pytest.mark.parametrize("of_scores", [logarithm, overflowing])
+def test_a_numerator_is_not_made_again_where_the_quotient_may_be_nothing(of_scores):
+    def loss(x, weights):
+        return of_scores(x @ jnp.eye(512), weights)
+
+    x = jnp.where(jnp.arange(512) < 256, 0.0, -86.0) + jnp.zeros((512, 1))
+    args = x, jax.random.normal(jax.random.key(0), (512, 512))
+    graph = coarse(jax.grad(loss, (0, 1)), *args)
+    slope, _ = poet_jax.passes.inline_cheap(graph)(*args)
+    expected, _ = jax.jit(jax.grad(loss, (0, 1)))(*args)
+    assert jnp.isfinite(expected).all()
+    np.testing.assert_allclose(slope, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_a_node_that_only_has_an_effect_stays():

@@ -32,6 +32,18 @@ def both(fun, *args):
     return before, after
 
 
+@pytest.mark.parametrize("shape", [(), (128,)])
+def test_what_is_added_to_a_product_may_repeat(shape):
+    """As a bias, or the number in a scaled identity."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    a, b, x = (
+        jax.random.normal(key, size)
+        for key, size in zip(keys, ((128, 2), (2, 128), (128, 128)), strict=False)
+    )
+    more = jax.random.normal(keys[3], shape)
+    both(lambda a, b, x, more: x @ (a @ b + more), a, b, x, more)
+
+
 def product_flops(graph):
     names = ("dot_general", "conv_general_dilated")
     nodes = (n for n in graph.nodes if n.equations[0].primitive.name in names)

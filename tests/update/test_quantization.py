@@ -80,6 +80,14 @@ def test_numbers_are_within_half_a_scale(shape, dtype, kind):
     assert not error[:, 0].any()
 
 
+def test_small_halves_are_as_near_as_large_ones():
+    """A scale of them is no number of their type."""
+    kernel = jax.random.uniform(jax.random.key(0), (64, 8), minval=-1e-4, maxval=1e-4)
+    kernel = kernel.astype(jnp.float16)
+    error = jnp.abs(quantized(kernel, "int8").dequantized() - kernel).max()
+    assert error <= 1.1 * jnp.abs(kernel).max() / 254
+
+
 @pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("int4", 4)])
 def test_a_kernel_takes_its_bits_and_half_a_bit_of_scales(kind, bits):
     few = quantized(jnp.ones((256, 64)), kind)

@@ -510,6 +510,20 @@ def test_an_update_that_cannot_be_says_why(make, facts):
     assert_three_sentences(caught.value, *facts)
 
 
+def test_weight_decay_before_the_model_is_no_use_of_a_block():
+    names = ["embed", *(f"blocks_{n}" for n in range(3)), "head"]
+    params = {name: {"kernel": jnp.ones((4, 4))} for name in names}
+
+    def loss(params, x):
+        decay = sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(params))
+        for name in names:
+            x = jnp.tanh(x @ params[name]["kernel"])
+        return jnp.sum(x) + 1e-4 * decay
+
+    part = last_blocks(1).of(params, X[:, :4], loss=loss)
+    assert {path for path, _ in part.trained} == {"blocks_2/kernel", "head/kernel"}
+
+
 def test_what_cannot_be_an_update_is_named():
     with pytest.raises(TypeError) as caught:
         train_step(LinenNet(), 2**30, update="bias")

@@ -77,7 +77,7 @@ def as_sum_over_taps(params: dict[str, Any], image: jax.Array, kernel: jax.Array
 
     def of_images(part):
         met = shifted(padded(params, part), *windows)
-        rows = kernel.reshape(-1, channels)
+        rows = kernel.reshape(-1, *[1] * (image.ndim - 1), channels)
         return functools.reduce(operator.add, map(operator.mul, met, rows))
 
     return _map_parts(params, of_images, image).reshape(-1, *sizes, channels)

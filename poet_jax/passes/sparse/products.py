@@ -64,6 +64,8 @@ class _Associator(Rewriter):
             whole, thin = thin, whole
         if not self._is_thin(thin) or isinstance(whole, Literal):
             return
+        if self.values[whole].shape != self.values[node.writes[0]].shape:
+            return  # a sum repeats what is of size 1
         product = self.nodes[self.producer[thin]]
         orders = self._orders(product, node.writes[0], range(2))
         if not all(node.writes[0] in self.operands(x.reader) for x in orders):
