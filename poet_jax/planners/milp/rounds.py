@@ -28,6 +28,9 @@ RESERVING_ROUNDS = 8
 # much where it ended without a solution.
 SHARE, LEAST_SECONDS = 1 / 12, 2.0
 
+# Once a round ran out of time, so many of the cuts that bound most are among its own.
+FIRST = 2
+
 # Relative gap at which the solver leaves a round as long as plans need more cuts.
 COARSE_GAP = 3e-3
 
@@ -84,6 +87,8 @@ class Rounds:
                 state.solved, judged = True, lifted(program, solution.values)
             yield self.proven(bound), judged and state.repaired(judged)
             goes_on = self.adapt(judged, bound, stopped)
+            if stopped and self.bounds is not None:
+                state.cuts.update(self.bounds.chosen[:FIRST])
 
     def program(self) -> Cuts:
         """Of all cuts, with a horizon if it is large otherwise."""

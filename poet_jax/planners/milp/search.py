@@ -160,8 +160,8 @@ def _matching(graph: Graph, pin: str, patterns: Iterable[str]) -> set[int]:
 
 
 class _Evictions:
-    """A source: what evicting comes to; in a graph of many nodes, no more of that once
-    a program led to a plan."""
+    """A source: what evicting with both means comes to, and with each alone; in a graph
+    of many nodes, no more of them once a program led to a plan."""
 
     share = 1 / 4
 
@@ -177,10 +177,13 @@ class _Evictions:
     ) -> Iterator[tuple[float, Judged | None]]:
         planner = state.planner
         parts = state.graph, state.costs, budget, planner.objective
-        for judged in improving(*parts, planner.remat, planner.paging):
-            if state.solved and state.best is not None and not self.few:
-                return
-            yield 0.0, judged
+        remat, paging = planner.remat, planner.paging
+        means = {(remat, paging), (remat, False), (False, paging)}
+        for with_remat, with_paging in sorted(means, reverse=True):
+            for judged in improving(*parts, with_remat, with_paging):
+                if state.solved and state.best is not None and not self.few:
+                    return
+                yield 0.0, judged
 
 
 def ask(state: State, sources: Sequence[Source]) -> None:
