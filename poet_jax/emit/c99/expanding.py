@@ -240,8 +240,10 @@ def _by(
 
 
 def _one_condition(params: dict[str, Any], *operands: jax.Array) -> list[jax.Array]:
-    """A `while` of a batch, each element of which ends by its own condition, as one
-    that goes on while any does: the elements that have ended stay as they are."""
+    """A batched `while`, as `vmap` makes it, with one condition.
+
+    The loop runs while any element goes on; elements that have ended keep their values.
+    """
     second = params["cond_nconsts"]
     third = second + params["body_nconsts"]
     test, body = (jaxpr_as_fun(params[x]) for x in ("cond_jaxpr", "body_jaxpr"))

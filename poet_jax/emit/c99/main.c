@@ -81,8 +81,8 @@ int main(int count, char **words) {
   }
   free(storage);
   free(expected_storage);
-  /* Of each result: a large one hides no other. What is nothing beside all of them is
-     rounding. */
+  /* Each result counts alone, so that a large one hides no other. What differs by less
+     than 1e-8 of all results together is rounding. */
   for (int i = 0; i < POET_RESULTS; ++i) {
     const double size = fmax(sqrt(norms[i]), 1e-5 * sqrt(total));
     most = fmax(most, sqrt(errors[i]) / (size + 1e-30));

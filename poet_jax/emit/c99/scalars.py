@@ -54,16 +54,20 @@ def _infix(sign: str) -> Rule:
     return lambda params, args, dtypes: f"{args[0]} {sign} {args[1]}"
 
 
-def _less(is_swapped: bool, is_not: bool) -> Rule:
-    """An order: of numbers without a sign by a function, as compilers warn of an
-    order that the types decide."""
+# Of numbers without a sign, since compilers warn of a comparison that types decide.
+_UNSIGNED_ORDERS = {
+    "<": "poet_less({0}, {1})",
+    ">": "poet_less({1}, {0})",
+    "<=": "!poet_less({1}, {0})",
+    ">=": "!poet_less({0}, {1})",
+}
 
+
+def _order(sign: str) -> Rule:
     def rule(params: dict[str, Any], args: Sequence[str], dtypes: Sequence[str]) -> str:
-        a, b = args[::-1] if is_swapped else args
         if dtypes[0].startswith("u"):
-            return f"{'!' * is_not}poet_less({a}, {b})"
-        sign = {(0, 0): "<", (1, 0): ">", (1, 1): "<=", (0, 1): ">="}
-        return f"{args[0]} {sign[is_swapped, is_not]} {args[1]}"
+            return _UNSIGNED_ORDERS[sign].format(*args)
+        return f"{args[0]} {sign} {args[1]}"
 
     return rule
 
@@ -252,10 +256,10 @@ RULES: dict[str, Rule] = {
     "cos": _call("poet_cos"),
     "eq": _infix("=="),
     "ne": _infix("!="),
-    "lt": _less(False, False),
-    "le": _less(True, True),
-    "gt": _less(True, False),
-    "ge": _less(False, True),
+    "lt": _order("<"),
+    "le": _order("<="),
+    "gt": _order(">"),
+    "ge": _order(">="),
     "and": _infix("&"),
     "or": _infix("|"),
     "xor": _infix("^"),

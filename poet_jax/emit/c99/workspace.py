@@ -58,7 +58,7 @@ def _workspace_bytes(graph: Graph, node: Node, over: Pairs) -> int:
         live[first] += buffer.nbytes
         live[len(steps) if buffer in results else last + 1] -= buffer.nbytes
     written = sum(x.nbytes for x in results if x in spans)
-    # What a plan writes over its operand, and C does not: it reads that later.
+    # Operands that the plan writes over, but that C reads after it begins to write.
     read, made = alive([Step((), tuple(buffers), lambda p: []), *steps]), spans
     allowed = {pair for step in steps for pair in step.over}
     apart = 0

@@ -16,26 +16,24 @@ from poet_jax.planners.planner import ROUNDING, Judged, prefetch
 # Beyond so many nodes evicting takes longer than a round.
 MANY_NODES = 300
 
-# With a program of more binaries, nodes that run again are at most so many before one
-# whose results are read.
+# A program of more than LARGE binaries is solved with a horizon; see `Cuts`.
 LARGE, HORIZON = 6000, 40
 
-# So often room is left free just where nodes that run again exceed the memory, before
-# it is left free at all cuts.
+# So many rounds reserve room only where nodes run again; later ones at every cut.
 RESERVING_ROUNDS = 8
 
 # A round has this share of the time limit, and so many seconds at least; three times as
 # much where it ended without a solution.
 SHARE, LEAST_SECONDS = 1 / 12, 2.0
 
-# Once a round ran out of time, so many of the cuts that bound most are among its own.
+# After a round whose time ran out, the next gets so many of the cuts that bound most.
 FIRST = 2
 
 # Relative gap at which the solver leaves a round as long as plans need more cuts.
 COARSE_GAP = 3e-3
 
-# A solver starts from the best plan if that costs at most so many times the bound: a
-# bad one leads it astray.
+# The solver starts from the best plan if that costs at most so many times the bound. A
+# worse start leads it astray.
 GOOD = 1.02
 
 
