@@ -19,8 +19,8 @@ percentage of what full training needs when everything is kept, or "all", which 
 limit.
 
 Full training normalises by the statistics of the batch and updates those that are kept,
-as usual (statistics="update", train mode). Every other scheme, from JSON too,
-normalises by those that the old classes left, and keeps them (statistics="keep", eval
+as usual (batch_stats="update", train mode). Every other scheme, from JSON too,
+normalises by those that the old classes left, and keeps them (batch_stats="keep", eval
 mode): what is frozen then needs nothing for the backward pass. "full_kept" is full
 training in that mode.
 
@@ -53,7 +53,7 @@ from poet_jax import cli
 from poet_jax.update import Update, bias_only, full, last_blocks
 
 HEAD = {"head/**": 1.0}  # the classifier is new, so every scheme trains it
-KEEP = {"statistics": "keep"}
+KEEP = {"batch_stats": "keep"}
 EXPAND = "expand/linear/kernel"
 LATE, EARLY = "blocks/[4-6]", "blocks/[1-3]"
 # Each with its learning rate: the best of 0.001, 0.003, 0.01, 0.03 and, where that was
@@ -99,7 +99,7 @@ KEY = (
     "update", "budget", "steps", "examples", "learning_rate", "batch_size", "model",
     "dataset", "pixels", "old_steps", "seed",
 )  # fmt: skip
-COLUMNS = (*KEY, "statistics", *schemes.COLUMNS)
+COLUMNS = (*KEY, "batch_stats", *schemes.COLUMNS)
 
 
 def beginning(key: dict[str, Any], halves: Halves, seed: int, keep: bool) -> nnx.Module:
@@ -126,7 +126,7 @@ def measure(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
     rate = optax.cosine_decay_schedule(key["learning_rate"], key["steps"])
     optimizer = optax.adamw(rate)
     example = next(halves.new.batches(key["batch_size"], 0, 1))
-    keep = update.statistics == "keep"
+    keep = update.batch_stats == "keep"
     usual = beginning(key, halves, 0, keep=False)
     full_bytes = schemes.full_keep_all_bytes(
         usual, example, optimizer, flags.FLAGS.plan_cache
@@ -140,7 +140,7 @@ def measure(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
         planner=poet_jax.MilpPlanner(time_limit_seconds=flags.FLAGS.time_limit),
         plan_cache=flags.FLAGS.plan_cache,
     )
-    row = key | {"statistics": update.statistics, "full_keep_all_bytes": full_bytes}
+    row = key | {"batch_stats": update.batch_stats, "full_keep_all_bytes": full_bytes}
     row |= schemes.planned(step, example)
     if "planned_bytes" not in row:
         return [row | {"seed": seed} for seed in seeds]

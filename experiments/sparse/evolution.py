@@ -11,7 +11,7 @@ from typing import Any
 
 from poet_jax.planners.planner import fits, keep_everything
 from poet_jax.update.items import Items
-from poet_jax.update.selection import Found
+from poet_jax.update.selection import SearchResult
 
 
 def evolve(
@@ -21,7 +21,7 @@ def evolve(
     generations: int = 40,
     population: int = 32,
     seed: int = 0,
-) -> Found:
+) -> SearchResult:
     """The best of subsets that are recombined and mutated, with the arguments of
     `search`.
 
@@ -56,4 +56,4 @@ def evolve(
     best = max(generation, key=worth)
     best = best if worth(best) >= 0 else frozenset()
     planned = worth.cache_info().currsize
-    return Found.of(items, best, items.schedule(best), math.inf, planned)
+    return SearchResult.of(items, best, items.schedule(best), math.inf, planned)

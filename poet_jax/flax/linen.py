@@ -211,7 +211,7 @@ class TrainStep:
         (loss, (aux, collections)), grads = gradients(
             loss_of, trainable, state.collections, batch, count
         )
-        if self.scheme is not None and self.scheme.statistics == "keep":
+        if self.scheme is not None and self.scheme.batch_stats == "keep":
             kept = {"batch_stats"} & state.collections.keys()
             collections |= {name: state.collections[name] for name in kept}
         update, moments = self.optimizer.update, state.opt_state

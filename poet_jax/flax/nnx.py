@@ -292,7 +292,7 @@ class TrainStep:
         if after != graphdef:  # the loss has changed plain attributes
             refuse_changes(count)
             _restructure(model, nnx.merge(after, made, rest, copy=True))
-        if self.scheme is not None and self.scheme.statistics == "keep":
+        if self.scheme is not None and self.scheme.batch_stats == "keep":
             rest = nnx.filter_state(rest, nnx.Not(nnx.BatchStat))
         nnx.update(model, rest)
         optimizer.update(model, grads)

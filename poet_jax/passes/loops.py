@@ -41,8 +41,8 @@ LEAST_SHARE = 1 / 64
 def unroll(
     graph: Graph,
     *,
-    most_equations: int = MOST_EQUATIONS,
-    most_pieces: int | None = None,
+    max_equations: int = MOST_EQUATIONS,
+    max_pieces: int | None = None,
 ) -> Graph:
     """`graph` with each `scan` of many bytes as a chain of pieces.
 
@@ -55,13 +55,13 @@ def unroll(
     Sums over all iterations are rounded as the sum of the sums over pieces.
 
     Args:
-      most_equations: in all iterations of the loops of one length.
-      most_pieces: of a loop of more than twice as many iterations. With more pieces a
+      max_equations: in all iterations of the loops of one length.
+      max_pieces: of a loop of more than twice as many iterations. With more pieces a
         step needs less memory, and takes longer to plan and to compile. By default as
         many as need the least memory if each is computed twice, up to 32.
     """
     pieces: set[int] = set()
-    while cuts := _cuts(graph, most_equations - len(graph.nodes), most_pieces, pieces):
+    while cuts := _cuts(graph, max_equations - len(graph.nodes), max_pieces, pieces):
         require_single_equations(graph)
         unroller = _Unroller(graph, cuts, pieces)
         graph = unroller.result()  # with loops that were in iterations
@@ -102,10 +102,10 @@ class _Loop:
             return None
         return cls(equation)
 
-    def size(self, most_pieces: int) -> int:
+    def size(self, max_pieces: int) -> int:
         """Equations of an iteration, with loops inside that are cut in turn."""
         ((equations, _),) = self.equation.inner
-        return sum(min(runs, most_pieces) for _, runs in unrolled(equations))
+        return sum(min(runs, max_pieces) for _, runs in unrolled(equations))
 
     @property
     def carry_bytes(self) -> int:
@@ -162,10 +162,10 @@ class _Loop:
 
 
 def _cuts(
-    graph: Graph, most_equations: int, most_pieces: int | None, pieces: Collection[int]
+    graph: Graph, max_equations: int, max_pieces: int | None, pieces: Collection[int]
 ) -> dict[int, Cut]:
     """How loops are cut, by their length."""
-    limit = most_pieces or MOST_PIECES
+    limit = max_pieces or MOST_PIECES
     least_bytes = LEAST_SHARE * sum(value.nbytes for value in graph.values)
     loops = defaultdict(list)
     for node in graph.nodes:
@@ -177,9 +177,9 @@ def _cuts(
         if length < 2 or nbytes < max(least_bytes, TINY_BYTES * length):
             continue
         equations = length * sum(loop.size(limit) for loop in each)
-        is_short = length <= 2 * limit and equations <= most_equations
+        is_short = length <= 2 * limit and equations <= max_equations
         few = min(length, limit)
-        if most_pieces is None:
+        if max_pieces is None:
             few = min(few, _square_root(each))
         cuts[length] = Cut.of(length, length if is_short else few)
     return cuts

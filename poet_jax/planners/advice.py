@@ -10,7 +10,7 @@ from poet_jax.core.units import format_bytes
 
 LEAST_SHARE = 0.02  # of the need; less is not worth a word
 LARGE_SHARE = 0.2  # of the need, of a value that is worth cutting
-MOST_PARTS = {"most_pieces": 256, "blocks": 128}  # with more, plans take minutes
+MOST_PARTS = {"max_pieces": 256, "blocks": 128}  # with more, plans take minutes
 
 
 def remedies(graph: Graph, need_bytes: int, alive: Sequence[int]) -> list[str]:
@@ -165,4 +165,4 @@ def _largest_loop(graph: Graph) -> _Part | None:
         return _Part("", {}, f"jax.checkpoint in the body of {name}", nbytes)
     whole, pieces = _parts(name, loops.values())
     what = f"for shorter pieces of {whole}"
-    return _Part("unroll", {"most_pieces": 2 * pieces}, what, nbytes // 2)
+    return _Part("unroll", {"max_pieces": 2 * pieces}, what, nbytes // 2)

@@ -10,10 +10,10 @@ from poet_jax.update.scheme import (
     lora,
     parse_update,
 )
-from poet_jax.update.selection import Found, contributions, search
+from poet_jax.update.selection import SearchResult, contributions, search
 
 __all__ = [
-    "Found",
+    "SearchResult",
     "Quantized",
     "Update",
     "UpdateLike",

@@ -44,8 +44,8 @@ class Update:
       channels: the "first" ones, or those of largest "norm" when the part is made.
       ranks: by pattern, the rank of adapters for matching kernels.
       last: how many of the last blocks to train; see `last_blocks`.
-      statistics: of BatchNorm layers, frozen or not: "update" them as in full training,
-        or "keep" them.
+      batch_stats: "update" the statistics of BatchNorm layers, frozen or not, as in
+        full training, or "keep" them.
       quantize: by pattern, "int8" or "int4" for matching kernels that stay frozen; see
         `quantized`.
 
@@ -57,7 +57,7 @@ class Update:
     channels: str = "first"
     ranks: Mapping[str, int] = dataclasses.field(default_factory=dict)
     last: int = 0
-    statistics: str = "update"
+    batch_stats: str = "update"
     quantize: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
@@ -77,7 +77,7 @@ class Update:
             raise ValueError(_last_problem(self.last))
         for kind in self.quantize.values():
             check_kind(kind)
-        choices = {"channels": ("first", "norm"), "statistics": ("update", "keep")}
+        choices = {"channels": ("first", "norm"), "batch_stats": ("update", "keep")}
         for name, allowed in choices.items():
             if (value := getattr(self, name)) not in allowed:
                 allowed = " or ".join(map(repr, allowed))

@@ -36,7 +36,7 @@ CUTS = 6  # stages at which the joint program counts memory
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Found:
+class SearchResult:
     """The scheme that a search found.
 
     Attributes:
@@ -64,7 +64,7 @@ class Found:
         schedule: Schedule,
         bound: float,
         planned: int,
-    ) -> "Found":
+    ) -> "SearchResult":
         """What was found of `items`: those with the numbers `chosen`."""
         gain, names = items.gain(chosen), items.names(chosen)
         update, bound = items.update(chosen), max(bound, gain)
@@ -133,7 +133,7 @@ def contributions(
 
 def search(
     step: Any, *args: Any, gains: Mapping[str, float], time_limit_seconds: float = 300.0
-) -> Found:
+) -> SearchResult:
     """Choose the items of most gain that can be trained within the step's budget.
 
     Args:
@@ -206,4 +206,4 @@ def search(
                 logger.info("do not fit together: %s", ", ".join(items.names(chosen)))
                 refused.append(chosen)
                 chosen -= {items.least_worth(chosen)}
-    return Found.of(items, best, schedule, bound, planned)
+    return SearchResult.of(items, best, schedule, bound, planned)

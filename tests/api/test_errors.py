@@ -95,10 +95,10 @@ def test_what_would_lower_the_need_is_named_with_its_bytes():
 
 def test_shorter_pieces_of_a_loop_are_advised_and_need_less():
     ws, x = jnp.zeros((64, 32, 32)), jnp.zeros((256, 32))
-    coarse = functools.partial(unroll, most_pieces=4)
+    coarse = functools.partial(unroll, max_pieces=4)
     error = too_small(stacked, ws, x, passes=(coarse, *PASSES[1:]))
-    (most,) = re.findall(r"poet_jax.passes.unroll, most_pieces=(\d+)\)", str(error))
-    finer = functools.partial(unroll, most_pieces=int(most))
+    (most,) = re.findall(r"poet_jax.passes.unroll, max_pieces=(\d+)\)", str(error))
+    finer = functools.partial(unroll, max_pieces=int(most))
     better = too_small(stacked, ws, x, passes=(finer, *PASSES[1:]))
     assert better.smallest_bytes < 0.8 * error.smallest_bytes
 
@@ -107,7 +107,7 @@ def test_a_loop_is_cut_into_more_pieces_where_few_do_not_fit():
     """Unless the passes say into how many."""
     ws, x = jnp.ones((72, 16, 16)) / 16, jnp.ones((2048, 16))
     options = {"planner": poet_jax.greedy}
-    few = (functools.partial(unroll, most_pieces=8), *PASSES[1:])
+    few = (functools.partial(unroll, max_pieces=8), *PASSES[1:])
     error = too_small(stacked, ws, x, passes=few, **options)
     budget = int(0.8 * error.smallest_bytes)
     with pytest.raises(poet_jax.BudgetTooSmall):

@@ -97,8 +97,8 @@ def test_rows_that_are_there_are_not_missing(tmp_path):
 def test_a_scheme_is_a_name_or_fractions():
     named = {"everything": (full(), 0.1)}
     assert schemes.named_scheme("everything", named) == named["everything"]
-    update, _ = schemes.named_scheme('{"a/**": 1}', named, statistics="keep")
-    assert update == Update({"a/**": 1}, statistics="keep")
+    update, _ = schemes.named_scheme('{"a/**": 1}', named, batch_stats="keep")
+    assert update == Update({"a/**": 1}, batch_stats="keep")
     with pytest.raises(ValueError, match="The schemes are everything") as caught:
         schemes.named_scheme("nothing", named)
     assert_three_sentences(caught.value)

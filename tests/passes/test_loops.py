@@ -21,7 +21,7 @@ from poet_jax.passes import PASSES, group, run_passes, unroll
 from poet_jax.planners.planner import keep_everything
 
 # Pieces are loops where iterations have more equations than this.
-in_loops = functools.partial(unroll, most_equations=0, most_pieces=3)
+in_loops = functools.partial(unroll, max_equations=0, max_pieces=3)
 
 WAYS = {"iterations": unroll, "loops": in_loops}
 

@@ -352,7 +352,7 @@ def test_everything_is_what_no_update_says():
 
 @WORLDS
 def test_statistics_of_batch_norm_may_be_kept(world):
-    trainer = world(Update({"**/bias": 1.0}, statistics="keep"))
+    trainer = world(Update({"**/bias": 1.0}, batch_stats="keep"))
     before = copy(trainer.statistics)
     trainer.run()
     jax.tree.map(np.testing.assert_array_equal, trainer.statistics, before)
@@ -497,7 +497,7 @@ def test_paths_are_those_of_the_model():
         (lambda: {}, ["nothing"]),
         (lambda: {"**/bias": 1.0, "**": 0.0}, ["nothing", "wider"]),
         (lambda: Update({"**": 1.0}, channels="last"), ["last", "norm"]),
-        (lambda: Update({"**": 1.0}, statistics="freeze"), ["freeze", "keep"]),
+        (lambda: Update({"**": 1.0}, batch_stats="freeze"), ["freeze", "keep"]),
         (lambda: lora(0), ["0", "lora(8)"]),
         (lambda: lora(2, "**/bias"), ["layers/0/bias", "[8]"]),
         (lambda: last_blocks(0), ["0"]),
