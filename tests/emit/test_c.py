@@ -76,6 +76,10 @@ def test_extreme_elements_are_computed_as_in_jax(tmp_path):
     cases = [(jnp.sin, (angles,)), (jnp.cos, (angles,)), (jnp.sign, (large,))]
     cases += [(lambda x: jnp.log(lax.erfc(x)), (tails,))]
     cases += [(lambda x: lax.integer_pow(x, 0), (tails,))]
+    powers = np.float32([0, -0.0, 0.5, -0.5, 1, -1, 2, 3, -3, 66, 2**25, np.inf])
+    powers = np.concatenate([powers, [-65, 65, -66, -np.inf, np.nan]]).astype("f")
+    grid = np.meshgrid(powers, powers)
+    cases += [(lax.pow, grid), (lambda x, y: 1 / lax.pow(x, y), grid)]
     cases += [(lax.dot, (bits, bits.T)), (lax.dot, (bits & False, bits.T))]
     for dtype in ("int8", "uint8", "int16", "uint16", "int32", "uint32"):
         rows = np.arange(1, 13).reshape(3, 4) * (
@@ -480,6 +484,29 @@ def test_the_project_says_itself_that_a_step_is_right(tmp_path):
     assert "does not fit" in refused.stderr
 
 
+@pytest.mark.parametrize(
+    "right, wrong",
+    [("1.5f, 1.5f", "1.5f, 1.51f"), ("-INFINITY", "0.0f"), ("9e4f", "NAN")],
+    ids=["small", "finite", "nan"],
+)
+def test_the_project_says_itself_that_one_result_is_wrong(right, wrong, tmp_path):
+    """However large the others are."""
+
+    def function(x):
+        return x @ x.T * 3e4, x[0, :2] * 1.5, jnp.log(x - 1)
+
+    x = np.ones((3, 3), np.float32)
+    poet_jax.emit.c(scheduled(function, x), tmp_path, [x])
+    vector = tmp_path / "poet_vector.c"
+    text = vector.read_text().replace("90000.0f", "9e4f")
+    assert right in text
+    for expected, status in ((text, 0), (text.replace(right, wrong, 1), 1)):
+        vector.write_text(expected)
+        command = ["gcc", *FLAGS, *tmp_path.glob("*.c"), "-o", tmp_path / "program"]
+        subprocess.run([*command, "-lm"], check=True)
+        assert subprocess.run([tmp_path / "program"]).returncode == status
+
+
 def refusal(error, function, *arguments, **options):
     """The message of a refusal, which writes nothing."""
     folder = pathlib.Path(tempfile.mkdtemp()) / "project"
@@ -498,6 +525,13 @@ def test_what_has_no_kernel_is_refused_by_name():
     message = refusal(NotImplementedError, function, x)
     for name in ("cholesky", "asin", "mul of bfloat16"):
         assert name in message
+
+
+def test_a_gather_of_nine_axes_is_refused_by_name():
+    x = np.ones((2,) * 9, np.float32)
+    places = np.zeros((3, 9), np.int32)
+    message = refusal(NotImplementedError, lambda x, i: x[tuple(i.T)] * 2, x, places)
+    assert "gather of float32[2, 2, 2, 2, 2, 2, 2, 2, 2]" in message
 
 
 def test_a_type_that_only_passes_through_is_refused_by_name():

@@ -160,11 +160,12 @@ uint32_t poet_power_u(uint32_t x, uint32_t n) {
 float poet_power(float x, float y) {
   const int is_whole = floorf(y) == y;
   if (y == 0.0f || x == 1.0f) return 1.0f;
+  if (x == -1.0f && fabsf(y) == poet_infinity()) return 1.0f;
   if (is_whole && fabsf(y) <= 64.0f) return poet_power_i(x, (int32_t)y);
-  if (x < 0.0f && !is_whole) return poet_nan();
+  if (x < 0.0f && !is_whole && x != -poet_infinity()) return poet_nan();
   const float size = poet_exp(y * poet_log(fabsf(x)));
   const int is_odd = is_whole && fabsf(y) < 16777216.0f && ((int32_t)y & 1);
-  return x < 0.0f && is_odd ? -size : size;
+  return is_odd && poet_bits(x) >> 31 ? -size : size;
 }
 
 /* x = n pi / 2 + the result, below 2^16: pi / 2 in three parts, whose products with n

@@ -53,6 +53,10 @@ static void compare(const void *found, const void *expected,
     const double a = element(found, x, i), b = element(expected, x, i);
     if (a == b && isinf(a)) continue; /* their difference is no number */
     if (isnan(a) && isnan(b)) continue;
+    if (!isfinite(a) || !isfinite(b)) {
+      *error = INFINITY;
+      continue;
+    }
     *error += (a - b) * (a - b);
     *norm += b * b;
   }
