@@ -1,7 +1,7 @@
 """Training steps of `flax.nnx` modules within a memory budget."""
 
 import functools
-import itertools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +15,7 @@ from poet_jax.api.transform import Scheduled
 from poet_jax.api.transform import schedule as schedule_function
 from poet_jax.core.plan import BudgetLike
 from poet_jax.emit.executor import Run
+from poet_jax.flax import modules
 from poet_jax.flax.losses import (
     default_loss,
     default_optimizer,
@@ -35,6 +36,13 @@ from poet_jax.update.part import EVERYTHING, Part
 from poet_jax.update.scheme import UpdateLike, parse_update
 
 
+OWN_OPTIONS = frozenset(
+    f"{kind}_{names}"
+    for kind in ("static", "donate")
+    for names in ("argnums", "argnames")
+)
+
+
 class ScheduledModules:
     """A function of nnx modules and arrays within a budget; made by `schedule`."""
 
@@ -45,35 +53,38 @@ class ScheduledModules:
 
     def plan(self, *args: Any, **kwargs: Any) -> Schedule:
         """The schedule for arguments like these; runs nothing."""
-        return self._scheduled.plan(*_split(args, kwargs)[:3])
+        return self._scheduled.plan(*modules.split(args, kwargs)[:3])
 
     def array_step(
         self, *args: Any, **kwargs: Any
     ) -> tuple[Scheduled, tuple[Any, ...]]:
         """The scheduled function of arrays, and its arguments for these."""
-        return self._scheduled, _split(args, kwargs)[:3]
+        return self._scheduled, modules.split(args, kwargs)[:3]
 
     def effects(self, *args: Any, **kwargs: Any) -> Effects:
         """Effects of each pass on the graph; see `Scheduled.effects`."""
-        return self._scheduled.effects(*_split(args, kwargs)[:3])
+        return self._scheduled.effects(*modules.split(args, kwargs)[:3])
 
     @property
     def last_run(self) -> Run | None:
         """Measurements of the latest call; None before the first."""
         return self._scheduled.last_run
 
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """Bind as a method, as functions do."""
+        return self if instance is None else types.MethodType(self, instance)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        structure, variables, rest, modules = _split(args, kwargs)
-        variables, result, graphdef, arrays = self._scheduled(
+        structure, variables, rest, given = modules.split(args, kwargs)
+        variables, result, after, arrays = self._scheduled(
             structure, donatable(variables, rest), rest
         )
-        if graphdef is not self._same:
-            if graphdef == structure[-1]:
-                self._same = graphdef
-            else:
-                others = nnx.merge_state(rest[0], arrays)
-                _restructure(modules, nnx.merge(graphdef, variables, others))
-        nnx.update(modules, variables, arrays)
+        if after is not self._same and modules.is_same(structure, after):
+            self._same = after
+        if after is self._same:
+            nnx.update(given, variables, arrays)
+        else:
+            modules.restructure(given, after, variables, rest[0], arrays)
         return result
 
 
@@ -87,69 +98,27 @@ def schedule(
     freed during the call, so keep `jax.tree.map(jnp.copy, nnx.state(model))` as a
     snapshot: `nnx.clone` shares them. Options are those of `poet_jax.schedule`, but for
     static and donated arguments. Returns a `ScheduledModules`.
+
+    Raises TypeError for static or donated arguments.
     """
+    for name in sorted(OWN_OPTIONS.intersection(options)):
+        raise TypeError(
+            f"poet_jax.nnx.schedule takes no {name}. The modules among the arguments "
+            "are donated, and what else is static is bound before: "
+            "functools.partial(step, mode='train')."
+        )
     if not callable(step):
         given = step if budget is None else budget
         return functools.partial(schedule, budget=given, **options)
 
     def pure(structure, variables, rest):
-        args, kwargs, modules = _merge(structure, variables, rest)
-        result = step(*args, **kwargs)
-        graphdef, variables, arrays = nnx.split(modules, nnx.Variable, ...)
-        return variables, result, graphdef, _changed(rest[0], arrays)
+        return modules.call(step, structure, variables, rest)
 
     pure.__name__ = getattr(step, "__name__", "step")
     scheduled = schedule_function(
         pure, budget, static_argnums=0, donate_argnums=1, **options
     )
     return ScheduledModules(step, scheduled)
-
-
-def _split(args: Any, kwargs: Any):
-    """(structure, variables, all other arrays, modules) of a call's arguments."""
-    leaves, tree = jax.tree.flatten((args, kwargs), is_leaf=nnx.graph.is_graph_node)
-    is_module = tuple(map(nnx.graph.is_graph_node, leaves))
-    modules = list(itertools.compress(leaves, is_module))
-    others = [x for x in leaves if not nnx.graph.is_graph_node(x)]
-    graphdef, variables, arrays = nnx.split(modules, nnx.Variable, ...)
-    return (tree, is_module, graphdef), variables, (arrays, others), modules
-
-
-def _merge(structure: Any, variables: Any, rest: Any):
-    """New (args, kwargs, modules among them) from the results of `_split`."""
-    tree, is_module, graphdef = structure
-    arrays, others = rest
-    modules = nnx.merge(graphdef, variables, arrays, copy=True)
-    module, other = iter(modules), iter(others)
-    leaves = [next(module if is_one else other) for is_one in is_module]
-    return *jax.tree.unflatten(tree, leaves), modules
-
-
-def _changed(old: Any, new: Any) -> Any:
-    """The leaves of `new` that are not the same objects in `old`."""
-    known = dict(nnx.to_flat_state(old))
-    leaves = nnx.to_flat_state(new)
-    return nnx.from_flat_state((p, x) for p, x in leaves if known.get(p) is not x)
-
-
-def _restructure(modules: Any, like: Any) -> None:
-    """Give `modules` the plain attributes and submodules of `like`."""
-    old, new = (
-        {path: x for path, x in nnx.iter_graph(one) if isinstance(x, nnx.Pytree)}
-        for one in (modules, like)
-    )
-    for path in old.keys() & new.keys():
-        before, after = (
-            {k: x for k, x in vars(one).items() if not k.startswith("_pytree__")}
-            for one in (old[path], new[path])
-        )
-        for name in before.keys() - after.keys():
-            delattr(old[path], name)
-        for name, value in after.items():
-            # `nnx.update` sets data that was there before; the old data is deleted.
-            data = any(map(nnx.is_data, jax.tree.leaves(value, is_leaf=nnx.is_data)))
-            if name not in before or not (data or before[name] == value):
-                setattr(old[path], name, value)
 
 
 class PartOptimizer(nnx.Optimizer):
@@ -277,21 +246,24 @@ class TrainStep:
         part = EVERYTHING
         if isinstance(optimizer, PartOptimizer):
             part, params = nnx.as_pure((optimizer.part, params))
-        after, made = graphdef, params
+        unchanged = graphdef.with_same_outer_index()
+        after, made = unchanged, params
 
         def loss_of(trainable, rest, batch, _):
             nonlocal after, made
             merged = part.merge(trainable, params)
-            replica = nnx.merge(graphdef, merged, rest, copy=True)
-            loss, aux = self._loss(replica, batch)
-            after, made, rest = nnx.split(replica, optimizer.wrt, ...)
+            with modules.copies(nnx.merge(graphdef, merged, rest)) as replica:
+                loss, aux = self._loss(replica, batch)
+                after, made, rest = modules.split_copies(replica, optimizer.wrt, ...)
             return loss, (aux, rest)
 
         trainable = part.split(params)
         (loss, (aux, rest)), grads = gradients(loss_of, trainable, rest, batch, count)
-        if after != graphdef:  # the loss has changed plain attributes
+        if after != unchanged:  # by the loss: plain attributes, for example
             refuse_changes(count)
-            _restructure(model, nnx.merge(after, made, rest, copy=True))
+            before = nnx.as_pure(nnx.state(model, optimizer.wrt))
+            modules.write_back(model, after, made, rest)
+            nnx.update(model, before)
         if self.scheme is not None and self.scheme.batch_stats == "keep":
             rest = nnx.filter_state(rest, nnx.Not(nnx.BatchStat))
         nnx.update(model, rest)

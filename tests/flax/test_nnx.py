@@ -480,6 +480,73 @@ def test_what_a_step_leaves_in_its_modules_is_what_nnx_jit_leaves():
         np.testing.assert_allclose(leaf, other, rtol=1e-6)
 
 
+def tie(model):
+    model.a.kernel = model.b.kernel
+
+
+def retype(model):
+    model.a.bias = nnx.BatchStat(model.a.bias[...] + 1)
+
+
+def move(model):
+    if "c" not in model:
+        model.c = model.a
+        del model.a
+    model.c.kernel[...] *= 2
+
+
+def swap(model):
+    model.a, model.b = model.b, model.a
+
+
+def refer(model):
+    model.me = model
+
+
+def replace(model):
+    model.a = nnx.Linear(8, 8, rngs=nnx.Rngs(2))
+    model.table = nnx.data(model.table + 1)
+
+
+@pytest.mark.parametrize("change", [tie, retype, move, swap, refer, replace])
+def test_objects_are_those_that_nnx_jit_leaves(change):
+    """Which ones are the same, where they are, and of which type."""
+
+    def left(wrap):
+        layers = [nnx.Linear(8, 8, rngs=nnx.Rngs(n)) for n in range(2)]
+        model = nnx.Dict(a=layers[0], b=layers[1], table=nnx.data(jnp.ones(8)))
+        before = [x for _, x in nnx.iter_graph(model) if nnx.graph.is_graph_node(x)]
+        step = wrap(lambda model, x: (change(model), model.b(x).sum())[1])
+        totals = [step(model, VECTORS) for _ in range(2)]
+        after = dict(nnx.iter_graph(model))
+        same = {p: [x is old for old in before] for p, x in after.items()}
+        return nnx.graphdef(model), same, nnx.as_pure(nnx.state(model)), totals
+
+    *expected, state, totals = left(nnx.jit)
+    *found, our_state, our_totals = left(schedule("1GiB"))
+    assert found == expected
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    jax.tree.map(close, (our_state, our_totals), (state, totals))
+
+
+def test_a_scheduled_method_binds_as_one():
+    class Model(MLP):
+        @schedule(budget="1GiB")
+        def total(self, x, *, scale):
+            return scale * self(x).sum()
+
+    model = Model(nnx.Rngs(0))
+    np.testing.assert_allclose(
+        model.total(VECTORS, scale=2.0), 2 * model(VECTORS).sum(), rtol=1e-5
+    )
+
+
+def test_static_arguments_of_modules_are_refused_with_what_to_write_instead():
+    for name in ("static_argnames", "static_argnums", "donate_argnums"):
+        with pytest.raises(TypeError, match=f"no {name}.*functools.partial"):
+            schedule(lambda model, x: model(x), "1GiB", **{name: ()})
+
+
 @pytest.mark.parametrize("trace", [True, False], ids=["stages", "whole"])
 def test_a_clone_shares_arrays_with_its_model(trace):
     """Such as a target network; and an argument may be an array of the model, too."""
