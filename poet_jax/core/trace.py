@@ -58,8 +58,11 @@ def trace(fun: Callable, *args: Any, **kwargs: Any) -> Graph:
         raise  # is more specific than the error below
     except Exception as error:
         name = getattr(fun, "__name__", type(fun).__name__)
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        reason = lines[0].rstrip(".").replace(". ", "; ")
+        lines = [x for x in map(str.strip, str(error).splitlines()) if x]
+        lines = lines or [type(error).__name__]
+        # Where the first line only announces the reason, that comes next.
+        reason = " ".join(lines[: 2 if lines[0].endswith(":") else 1])
+        reason = reason.rstrip(".").replace(". ", "; ")
         raise CannotTrace(
             f"{name!r} cannot be traced{_place(error)}: {reason}. Make "
             f"jax.jit({name}).trace(...) work on the same arguments first."

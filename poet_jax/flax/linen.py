@@ -29,7 +29,12 @@ from poet_jax.flax.microbatches import Microbatches, Steps, gradients, refuse_st
 from poet_jax.stores.store import Store
 from poet_jax.update.items import ArrayStep
 from poet_jax.update.part import EVERYTHING, Part
+from poet_jax.update.quantization import Quantized
 from poet_jax.update.scheme import UpdateLike, parse_update
+
+# As when a module is initialised: all that is no parameter, nor sown to be looked at.
+MUTABLE = nn.DenyList(["params", "intermediates"])
+KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 
 
 class TrainState(struct.PyTreeNode):
@@ -39,7 +44,9 @@ class TrainState(struct.PyTreeNode):
       step: int32 scalar, number of updates.
       params: the module's parameters.
       opt_state: the optimizer's state.
-      collections: the other variable collections, such as batch_stats.
+      collections: the other variable collections, such as batch_stats, without those
+        that grow with each call, as sown losses do: they begin anew in each step.
+        What is sown with a `reduce_fn` does not grow, and is carried on.
       key: typed PRNG key, folded with `step` for each step's dropout.
         `flax.serialization` cannot save a key: replace it by `jax.random.key_data` of
         it, and make that a key again by `jax.random.wrap_key_data`.
@@ -54,23 +61,25 @@ class TrainState(struct.PyTreeNode):
     part: Part = EVERYTHING
 
 
-def _saved(part: Part) -> dict[str, Any]:
-    return {str(n): x for n, x in enumerate(jax.tree.leaves(part))}
+def _saved(tree: Any) -> dict[str, Any]:
+    return {str(n): x for n, x in enumerate(jax.tree.leaves(tree))}
 
 
-def _loaded(part: Part, saved: dict[str, Any]) -> Part:
-    leaves, structure = jax.tree.flatten(part)
+def _loaded(tree: Any, saved: dict[str, Any]) -> Any:
+    leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, [saved[str(n)] for n in range(len(leaves))])
 
 
-serialization.register_serialization_state(Part, _saved, _loaded)
+for kind in (Part, Quantized):
+    serialization.register_serialization_state(kind, _saved, _loaded)
 
 
 class BoundModel:
     """The `model` that `loss_fn` calls: a module with its variables and keys.
 
     Call it with the module's arguments; `train=True` is added if the module takes
-    `train` and the call does not pass it. Updated collections are in `collections`.
+    `train` and the call does not pass it. Updated collections are in `collections`,
+    with what the latest call has sown. Raises TypeError for `mutable` and `rngs`.
     """
 
     def __init__(
@@ -78,27 +87,48 @@ class BoundModel:
     ):
         self.module, self.params = module, params
         self.collections = collections
+        self._kept = tuple(collections)
         self._key = key
 
+    @property
+    def kept(self) -> dict[str, Any]:
+        """The collections that the state has."""
+        return {name: self.collections[name] for name in self._kept}
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _default_to_training(self.module, kwargs)
+        kwargs = _completed(self.module, args, kwargs)
         self._key, params_key, dropout_key = jax.random.split(self._key, 3)
         result, changed = self.module.apply(
-            {"params": self.params, **self.collections},
+            {"params": self.params, **self.kept},
             *args,
             rngs={"params": params_key, "dropout": dropout_key},
-            mutable=list(self.collections),
+            mutable=MUTABLE,
             **kwargs,
         )
-        self.collections = {**self.collections, **changed}
+        self.collections = {**self.kept, **changed}
         return result
 
 
-def _default_to_training(module: nn.Module, kwargs: dict[str, Any]) -> None:
+def _completed(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """The keyword arguments of a call, with `train=True` where it says nothing."""
+    for name in sorted({"mutable", "rngs"} & kwargs.keys()):
+        raise TypeError(
+            f"loss_fn calls model(..., {name}=...). The step gives its own {name}: all "
+            "collections change, and keys are new for each call. Leave it out, and "
+            "read what has changed in model.collections."
+        )
     method = kwargs.get("method") or "__call__"
     call = getattr(module, method) if isinstance(method, str) else method
-    if "train" in inspect.signature(call).parameters:
-        kwargs.setdefault("train", True)
+    parameters = inspect.signature(call).parameters
+    if "train" not in parameters:
+        return kwargs
+    place = list(parameters).index("train")
+    if not isinstance(method, str) and not inspect.ismethod(call):
+        place -= 1  # `self` is not among the arguments
+    is_given = place < len(args) and parameters["train"].kind is not KEYWORD_ONLY
+    return kwargs if is_given else {"train": True, **kwargs}
 
 
 class TrainStep:
@@ -161,6 +191,12 @@ class TrainStep:
                 "parameters. Call model(...) in loss_fn."
             )
         params = created.pop("params", {})
+        _, (_, after) = jax.eval_shape(self._loss, params, created, step_key, batch)
+        created = {
+            name: x
+            for name, x in created.items()
+            if jax.tree.structure(x) == jax.tree.structure(after[name])
+        }
         part, scheme = EVERYTHING, self.scheme
         if scheme is not None:
             part = scheme.of(
@@ -184,7 +220,7 @@ class TrainStep:
         """(loss, (aux, collections)) of these parameters."""
         model = BoundModel(self.module, params, collections, key)
         loss, aux = scalar_and_aux(self._loss_fn(model, batch))
-        return loss, (aux, model.collections)
+        return loss, (aux, model.kept)
 
     @property
     def microbatches(self) -> int:
@@ -214,8 +250,8 @@ class TrainStep:
         if self.scheme is not None and self.scheme.batch_stats == "keep":
             kept = {"batch_stats"} & state.collections.keys()
             collections |= {name: state.collections[name] for name in kept}
-        update, moments = self.optimizer.update, state.opt_state
-        updates, moments = update(grads, moments, trainable)
+        update = optax.with_extra_args_support(self.optimizer).update
+        updates, moments = update(grads, state.opt_state, trainable, value=loss)
         trainable = optax.apply_updates(trainable, updates)
         params, part = part.replace(trainable, state.params)
         new_state = state.replace(
@@ -281,7 +317,7 @@ class _Initialiser:
         return {k: x for k, x in (self.variables or {}).items() if k != "params"}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _default_to_training(self.module, kwargs)
+        kwargs = _completed(self.module, args, kwargs)
         params_key, dropout_key = jax.random.split(self._key)
         keys: Any = {"params": params_key, "dropout": dropout_key}
         if self.variables is None:

@@ -13,7 +13,7 @@ from poet_jax.core.errors import BudgetTooSmall, CannotTrace
 from poet_jax.core.units import format_bytes
 
 LossFn = Callable[[Callable, Any], Any]
-LOSS_FN = "loss_fn(model, batch) has to return a scalar, or (scalar, aux)."
+LOSS_FN = "The step calls loss_fn(model, batch), for a scalar or (scalar, aux)."
 
 
 def default_optimizer() -> optax.GradientTransformation:
@@ -85,8 +85,15 @@ def default_loss(model: Callable, batch: Any) -> jax.Array:
             "for any other batch."
         )
     inputs, labels = batch
-    predictions = model(inputs)
+    predictions, labels = model(inputs), jnp.asarray(labels)
     if jnp.issubdtype(labels.dtype, jnp.integer):
+        if labels.shape != predictions.shape[:-1]:
+            raise CannotTrace(
+                "The default loss needs an integer label for each prediction, got "
+                f"labels of shape {labels.shape} and predictions of shape "
+                f"{predictions.shape}. Use labels of shape {predictions.shape[:-1]}, "
+                "or pass a loss_fn to train_step."
+            )
         return optax.softmax_cross_entropy_with_integer_labels(
             predictions, labels
         ).mean()

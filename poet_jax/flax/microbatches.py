@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from poet_jax.core.errors import BudgetTooSmall, CannotTrace
@@ -66,7 +67,8 @@ def _powers_of_two(size: int) -> list[int]:
 
 def _size(batch: Any) -> int:
     """Of the leading axis that all leaves of a batch have; 0 if there is none."""
-    sizes = {x.shape[0] if x.ndim else 0 for x in jax.tree.leaves(batch)}
+    shapes = map(np.shape, jax.tree.leaves(batch))
+    sizes = {shape[0] if shape else 0 for shape in shapes}
     return sizes.pop() if len(sizes) == 1 else 0
 
 
@@ -89,24 +91,27 @@ def gradients(
         return gradient_of(trainable, state, batch, None)
     size = _size(batch)
     if size == 0 or size % count:
-        shapes = sorted({str(tuple(x.shape)) for x in jax.tree.leaves(batch)})
+        shapes = sorted({str(np.shape(x)) for x in jax.tree.leaves(batch)})
         raise CannotTrace(
             f"A batch of arrays of shape {', '.join(shapes)} has no {count} equal "
             "parts along the leading axis. All its arrays must have one leading axis, "
             "a multiple of microbatches. Use another number, or batch size."
         )
-    parts = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]), batch)
+    # Of rows on several devices, each part has as many from every device.
+    rows = jax.tree.map(lambda x: x.reshape(-1, count, *x.shape[1:]), batch)
 
-    def add(carry: Any, part: Any) -> tuple[Any, Any]:
+    def add(carry: Any, number: jax.Array) -> tuple[Any, Any]:
         sums, state = carry
-        number, batch = part
-        (loss, (aux, state)), own = gradient_of(trainable, state, batch, number)
+        part = jax.tree.map(
+            lambda x: lax.dynamic_index_in_dim(x, number, 1, keepdims=False), rows
+        )
+        (loss, (aux, state)), own = gradient_of(trainable, state, part, number)
         sums = jax.tree.map(lambda x, y: x + y.astype(x.dtype), sums, own)
         return (sums, state), (loss, aux)
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, _wide(x.dtype)), trainable)
     numbers = jnp.arange(count, dtype=jnp.uint32)
-    (sums, state), (losses, aux) = lax.scan(add, (zeros, state), (numbers, parts))
+    (sums, state), (losses, aux) = lax.scan(add, (zeros, state), numbers)
     mean = jax.tree.map(lambda x, p: (x / count).astype(p.dtype), sums, trainable)
     joined = jax.tree.map(lambda x: _joined(x, size), aux)
     return (jnp.mean(losses), (joined, state)), mean
@@ -122,7 +127,7 @@ def _joined(x: jax.Array, size: int) -> jax.Array:
     if x.ndim == 1 and jnp.issubdtype(x.dtype, jnp.floating):
         return jnp.mean(x)
     if x.ndim > 1 and math.prod(x.shape[:2]) == size:
-        return x.reshape(size, *x.shape[2:])
+        return x.swapaxes(0, 1).reshape(size, *x.shape[2:])
     raise CannotTrace(
         f"With microbatches, loss_fn returned aux of shape {x.shape[1:]} and dtype "
         f"{x.dtype} for each. Floating scalars are averaged, and arrays with the "

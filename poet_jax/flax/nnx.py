@@ -1,6 +1,7 @@
 """Training steps of `flax.nnx` modules within a memory budget."""
 
 import functools
+import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +35,6 @@ from poet_jax.stores.paged import copied_to_ram
 from poet_jax.update.items import ArrayStep
 from poet_jax.update.part import EVERYTHING, Part
 from poet_jax.update.scheme import UpdateLike, parse_update
-
 
 OWN_OPTIONS = frozenset(
     f"{kind}_{names}"
@@ -154,6 +154,17 @@ class PartOptimizer(nnx.Optimizer):
         return updates
 
 
+def _more(optimizer: nnx.Optimizer, loss: jax.Array) -> dict[str, jax.Array]:
+    """What an optimizer's update takes besides gradients: the loss, if it looks."""
+    parameters = inspect.signature(optimizer.update).parameters.values()
+    looks = isinstance(optimizer.tx, optax.GradientTransformationExtraArgs)
+    return (
+        {"value": loss}
+        if looks and any(p.kind is p.VAR_KEYWORD for p in parameters)
+        else {}
+    )
+
+
 class TrainStep:
     """A training step of an nnx module; made by `train_step`.
 
@@ -267,7 +278,7 @@ class TrainStep:
         if self.scheme is not None and self.scheme.batch_stats == "keep":
             rest = nnx.filter_state(rest, nnx.Not(nnx.BatchStat))
         nnx.update(model, rest)
-        optimizer.update(model, grads)
+        optimizer.update(model, grads, **_more(optimizer, loss))
         return loss if aux is None else (loss, aux)
 
     def merged(self) -> nnx.Module:

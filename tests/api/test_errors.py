@@ -476,6 +476,25 @@ def test_the_default_loss_does_not_broadcast(world):
     assert_three_sentences(caught.value, "(64,)", "labels[:, None]")
 
 
+@pytest.mark.parametrize("world", [0, 1], ids=["nnx", "linen"])
+@pytest.mark.parametrize("labels", [3, jnp.zeros((len(X), 1), int)])
+def test_the_default_loss_needs_a_label_for_each_prediction(world, labels):
+    call = list(steps(None, (X, labels)))[world]
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert_three_sentences(caught.value, "integer label", "(64,)")
+
+
+def test_a_number_among_the_batch_does_not_hide_that_a_budget_is_too_small():
+    def loss_fn(model, batch):
+        return jnp.mean(model(batch["x"]) ** 2) * batch["weight"]
+
+    step = poet_jax.train_step(nn.Dense(4), 1000, loss_fn=loss_fn)
+    batch = {"x": X, "weight": 0.5}
+    with pytest.raises(poet_jax.BudgetTooSmall):
+        step(step.init(jax.random.key(0), batch), batch)
+
+
 @pytest.mark.parametrize(
     "model",
     [lambda x: x, {"w": 1}, nn.Dense, None],

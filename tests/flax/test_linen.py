@@ -119,7 +119,8 @@ def plain_step(module, loss_fn, tx, **call):
             return loss_fn(model, batch), changed
 
         (loss, changed), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
-        updates, opt_state = tx.update(gradients, opt_state, params)
+        update = optax.with_extra_args_support(tx).update
+        updates, opt_state = update(gradients, opt_state, params, value=loss)
         params = optax.apply_updates(params, updates)
         return {"params": params, **changed}, opt_state, loss
 
@@ -174,6 +175,9 @@ OPTIMIZERS = {
         3e-3, weight_decay=0.1, mask=lambda p: jax.tree.map(lambda x: x.ndim > 1, p)
     ),
     "accumulated": optax.MultiSteps(optax.sgd(0.1), every_k_schedule=3),
+    "plateau": optax.chain(
+        optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, cooldown=1)
+    ),
 }
 
 
@@ -481,7 +485,73 @@ def test_a_loss_may_read_the_variables_and_call_any_method():
     assert metrics["aux"] == 4
 
 
-@pytest.mark.parametrize("update", [None, lora(2)], ids=["all", "lora"])
+class Sown(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8)(x)
+        self.sow("losses", "size", jnp.mean(x**2))
+        return x
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_sown_losses_begin_anew_in_each_step(microbatches):
+    def loss_fn(model, batch):
+        error = jnp.square(model(batch[0]) - batch[1]).mean()
+        return error + sum(jax.tree.leaves(model.collections["losses"]))
+
+    def loss(params):
+        variables = {"params": params}
+        y, sown = Sown().apply(variables, BATCH[0], mutable=["losses"])
+        return jnp.square(y - BATCH[1]).mean() + sown["losses"]["size"][0]
+
+    options = {"loss_fn": loss_fn, "microbatches": microbatches}
+    step = train_step(Sown(), "1GiB", optimizer=optax.sgd(0.1), **options)
+    state = step.init(KEY, BATCH)
+    params = copy(state.params)
+    for _ in range(3):
+        state, metrics = step(state, BATCH)
+        expected, gradient = jax.value_and_grad(loss)(params)
+        params = jax.tree.map(lambda p, g: p - 0.1 * g, params, gradient)
+        np.testing.assert_allclose(metrics["loss"], expected, rtol=1e-5)
+    assert state.collections == {}
+
+
+class Placed(nn.Module):
+    """Takes `train` by position, as do its methods."""
+
+    @nn.compact
+    def __call__(self, x, train):
+        return nn.Dense(8)(x) if train else x
+
+    def again(self, x, train):
+        return self(x, train)
+
+
+@pytest.mark.parametrize("way", [{}, {"method": "again"}, {"method": Placed.again}])
+def test_train_may_be_given_by_position(way):
+    def loss_fn(model, batch):
+        given, default = model(batch[0], True, **way), model(batch[0], **way)
+        return jnp.square(given - default).mean() + model(batch[0], False, **way).mean()
+
+    step = train_step(Placed(), "1GiB", loss_fn=loss_fn)
+    _, metrics = step(step.init(KEY, BATCH), BATCH)
+    np.testing.assert_allclose(metrics["loss"], VECTORS.mean(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("option", [{"mutable": ["a"]}, {"rngs": {}}])
+def test_what_the_step_gives_a_call_is_refused_by_name(option):
+    def loss_fn(model, batch):
+        return model(batch[0], **option).mean()
+
+    with pytest.raises(TypeError, match=f"gives its own {next(iter(option))}"):
+        train_step(MLP(), "1GiB", loss_fn=loss_fn).init(KEY, BATCH)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [None, lora(2), lora(2, quantize="int8")],
+    ids=["all", "lora", "quantized"],
+)
 def test_a_state_that_went_through_bytes_trains_on(update):
     def keyless(state):
         return state.replace(key=jax.random.key_data(state.key))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import CASE
@@ -288,3 +289,23 @@ def test_state_that_comes_back_in_place_is_not_planned_again(caplog):
     for _ in range(3):
         state, _ = planned(state, x)
     assert "again" not in caplog.text
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_microbatches_of_a_data_parallel_batch_lie_on_all_devices(count):
+    def trained(count, rows):
+        model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
+        nnx.update(model, jax.device_put(nnx.state(model), NamedSharding(on, P())))
+        batch = jax.random.normal(jax.random.key(0), (ROWS, WIDTH))
+        batch = jax.device_put((batch, jnp.sin(batch)), NamedSharding(on, rows))
+        options = {"microbatches": count, "optimizer": optax.sgd(0.1)}
+        options |= {"device": DEVICE, "planner": poet_jax.greedy}
+        step = poet_jax.train_step(model, "100%", **options)
+        loss = step(batch)
+        return (loss, nnx.as_pure(nnx.state(model))), step.plan(batch).compiled_bytes
+
+    on = mesh()
+    found, nbytes = trained(count, P("data"))
+    expected, all_bytes = trained(1, P())
+    assert_close(found, expected)
+    assert nbytes < all_bytes / 4
