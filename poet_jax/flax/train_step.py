@@ -32,7 +32,8 @@ def train_step(
         softmax cross-entropy for integer labels, or mean squared error for floats, of
         `batch = (inputs, labels)`.
       optimizer: an optax transformation, or for nnx an `nnx.Optimizer`;
-        `optax.adamw(1e-3)` by default.
+        `optax.adamw(1e-3)` by default. One that takes more than gradients is given the
+        loss as `value`.
       update: the parameters to train, all by default: an `update.Update`, such as
         `poet_jax.update.bias_only()`, or fractions by pattern, such as
         `{"**/bias": 1.0}`.
