@@ -66,8 +66,10 @@ def sharded(graph: Graph, compile_for: Callable[[Callable[..., Any]], Any]) -> G
             raise
         raise CannotTrace(
             "XLA cuts a value into parts of an axis of the mesh, and JAX cannot say "
-            "how. Use a mesh with the factors as axes, as jax.make_mesh((4, 2), "
-            '("a", "b")), and P(("a", "b")) for both of them.'
+            "how. A reshape of a sharded axis does that: keep its first part as long "
+            "as there are devices, x.reshape(-1, 4, ...) for x.reshape(4, -1, ...). Or "
+            'use a mesh with the factors as axes, jax.make_mesh((4, 2), ("a", "b")), '
+            'and P(("a", "b")) for both of them.'
         ) from error
     values = (_lying(x, v, found) for v, x in enumerate(graph.values))
     return dataclasses.replace(graph, values=tuple(values))
