@@ -11,6 +11,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import traceback
 
 import pytest
 
@@ -142,6 +143,29 @@ def at_each_worker(act):
                 seen.add(number)
                 time.sleep(0.05)
                 act(number)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@contextlib.contextmanager
+def interrupted_waits(count):
+    """Ctrl-C the first `count` times that this thread waits for JAX."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    is_over, waiting = threading.Event(), threading.get_ident()
+
+    def watch():
+        seen = []
+        while len(seen) < count and not is_over.wait(0.001):
+            for frame, _ in traceback.walk_stack(sys._current_frames()[waiting]):
+                if frame.f_code.co_name == "block_until_ready" and frame not in seen:
+                    seen.append(frame)
+                    os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=watch)
     thread.start()

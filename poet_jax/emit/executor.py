@@ -170,13 +170,14 @@ class Step:
                 "was donated to an earlier call is gone, even if that call failed. Use "
                 "what that call returned, or a copy."
             ) from error
+        telling = results
+        if self._signal is not None:
+            telling = jax.tree.leaves(results)[self._signal]
+        if not isinstance(telling, Tracer):  # which another function's trace makes
+            running.append(Call(weakref.ref(self), telling))
         if self._signal is None:
-            jax.block_until_ready(results)
-            self.done()
-        else:
-            result = jax.tree.leaves(results)[self._signal]
-            if not isinstance(result, Tracer):  # which another function's trace makes
-                running.append((weakref.ref(self), result))
+            wait()
+            jax.block_until_ready(results)  # raises what the step has failed of
         return results
 
     @property
@@ -190,8 +191,17 @@ class Step:
 
 
 SIGNAL_BYTES = 1024  # results of more are not kept to see when a step is done
-# Steps that may still run, each with a result that tells.
-running: list[tuple[weakref.ref[Step], jax.Array]] = []
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """A call of a step, and results that are there when it has ended."""
+
+    step: weakref.ref[Step]
+    telling: Any
+
+
+running: list[Call] = []  # that may not have ended
 
 
 def signal(graph: Graph) -> int | None:
@@ -218,15 +228,24 @@ def signal(graph: Graph) -> int | None:
 
 
 def wait() -> None:
-    """Return when no step runs."""
+    """Return when no step runs. What interrupts that leaves `running` as it is."""
     while running:
-        # Another thread may wait, too. A step that failed says so where its results are
-        # used; one whose results were donated since is waited for by what took them.
-        with contextlib.suppress(IndexError, RuntimeError, ValueError):
-            step, result = running.pop()
-            result.block_until_ready()
-            if (step := step()) is not None:
-                step.done()
+        with contextlib.suppress(IndexError, ValueError):  # another thread was first
+            call = running[0]
+            # A step that failed says so where its results are used; one whose results
+            # were donated since is waited for by what took them.
+            with contextlib.suppress(RuntimeError, ValueError):
+                jax.block_until_ready(call.telling)
+                if (step := call.step()) is not None:
+                    step.done()
+            running.remove(call)
+
+
+def outlast() -> None:
+    """Return when no step runs, whatever signals interrupt that meanwhile."""
+    while running:
+        with contextlib.suppress(BaseException):
+            wait()
 
 
 def _shape(leaf: Any) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from poet_jax.core.graph import Graph
 from poet_jax.core.plan import Free, PageIn, PageOut
 from poet_jax.emit import Emitted
-from poet_jax.emit.executor import Run, Span, Step, wait
+from poet_jax.emit.executor import Run, Span, Step, outlast, wait
 from poet_jax.stores import PagedArray, Store, library
 from poet_jax.stores.paged import drop_copies
 from poet_jax.stores.store import SECTOR_BYTES
@@ -106,6 +106,7 @@ class PagedStep:
                 inputs.append(self._places(leaves, landed, room))
             results = self._step(*inputs)
         except BaseException as error:
+            outlast()  # an interrupted program goes on, and writes to these places
             for paged in landed.values():
                 paged.delete()
             if (failure := library.page_error(error)) is not None:

@@ -4,10 +4,19 @@ import os
 import signal
 import threading
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from processes import at_each_worker, interrupted, run_python, workers
+from processes import (
+    at_each_worker,
+    interrupted,
+    interrupted_waits,
+    run_python,
+    workers,
+)
 from strategies import peak_bytes
-from toy import STAGES, W, X, gradient, long_chain, twelve_nodes
+from toy import OPTIONS, STAGES, W, X, gradient, long_chain, twelve_nodes
 
 import poet_jax
 
@@ -112,3 +121,44 @@ def test_a_search_that_was_interrupted_is_not_kept(tmp_path):
     assert not list(tmp_path.glob("plan-*.json"))
     run()
     assert list(tmp_path.glob("plan-*.json"))
+
+
+WEIGHTS = np.arange(2**14, dtype=np.float32).reshape(2, 64, 128)
+
+
+def slow_step(weights):
+    """About a second, of which JAX looks for Ctrl-C every fifth."""
+    slope = jax.lax.fori_loop(0, 15 * 10**7, lambda _, x: x * 0.5 + 1, weights[0][0, 0])
+    return [w * slope for w in weights]
+
+
+def test_ctrl_c_leaves_an_interrupted_step_the_pages_that_it_writes(tmp_path):
+    """Its program cannot be stopped; nothing else gets its room before it ends, even if
+    Ctrl-C comes again."""
+
+    store = poet_jax.FileStore(tmp_path)
+
+    def state():
+        return poet_jax.to_storage(list(WEIGHTS), store, 1)
+
+    options = OPTIONS | {"executor": poet_jax.HostExecutor(store)}
+    step = poet_jax.schedule(slow_step, "1GiB", donate_argnums=0, **options)
+    given = state()
+    held_bytes = store.nbytes
+    with interrupted_waits(2), pytest.raises(KeyboardInterrupt):
+        step(given)
+    assert store.nbytes == held_bytes
+    others = state()
+    np.testing.assert_array_equal(step(given), WEIGHTS * 2)
+    np.testing.assert_array_equal(others, WEIGHTS)
+
+
+def test_no_step_begins_before_an_interrupted_one_has_ended():
+    step = poet_jax.schedule(slow_step, "1GiB", donate_argnums=0, **OPTIONS)
+    states = [list(map(jnp.array, WEIGHTS)) for _ in range(3)]
+    step.plan(states[0])
+    with interrupted_waits(len(states)):
+        for state in states:
+            with pytest.raises(KeyboardInterrupt):
+                step(state)
+    assert [x[0].is_deleted() for x in states] == [True, False, False]
