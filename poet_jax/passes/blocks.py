@@ -7,7 +7,7 @@ and its gradient make of them. But a token's loss needs the logits of that token
 import contextlib
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from poet_jax.core.equation import Equation, Literal
 from poet_jax.core.graph import Graph, Node
 from poet_jax.core.stack import Cut
 from poet_jax.passes.operations import ELEMENTWISE, REDUCTIONS
-from poet_jax.passes.rewriter import require_single_equations
+from poet_jax.passes.rewriter import require_single_equations, with_all_before
 from poet_jax.passes.splicing import Cutter
 
 # The pass leaves smaller values alone, and those that are one of many, which the
@@ -401,33 +401,25 @@ class _Blocks(Cutter):
     def ordered(self) -> Iterator[Node]:
         """The nodes, a block after the other as far as they depend on no later one."""
         made = {v: n for n, node in enumerate(self.nodes) for v in node.writes}
-        before = [[made[v] for v in node.reads if v in made] for node in self.nodes]
+        before = {
+            number: [made[v] for v in node.reads if v in made]
+            for number, node in enumerate(self.nodes)
+        }
         done: set[int] = set()
-
-        def with_all_before(number: int) -> Iterator[Node]:
-            stack = [number]
-            while stack:
-                missing = [n for n in before[stack[-1]] if n not in done]
-                if missing:
-                    stack += missing
-                    continue
-                number = stack.pop()
-                if number not in done:
-                    done.add(number)
-                    yield self.nodes[number]
-
         for number in range(len(self.nodes)):
             if number in self.block and number not in done:
                 for ready in self.ready(before, done):
-                    yield from with_all_before(ready)
-            yield from with_all_before(number)
+                    for n in with_all_before(ready, before, done):
+                        yield self.nodes[n]
+            for n in with_all_before(number, before, done):
+                yield self.nodes[n]
 
     def ready(
-        self, before: Sequence[Sequence[int]], done: Collection[int]
+        self, before: Mapping[int, Sequence[int]], done: Collection[int]
     ) -> list[int]:
         """Nodes of blocks that need no later block, block by block."""
         latest: list[int] = []
-        for number, nodes in enumerate(before):
+        for number, nodes in before.items():
             own = -1 if number in done else self.block.get(number, -1)
             latest.append(max((own, *(latest[n] for n in nodes if n not in done))))
         ready = [

@@ -1,7 +1,7 @@
 """A traced graph, of one equation per node, that is being changed node by node."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from poet_jax.core.equation import Equation, Literal
@@ -32,6 +32,23 @@ def ends(graph: Graph, now: Callable[[int], int]) -> dict[str, Any]:
     }
 
 
+def with_all_before(
+    number: int, before: Mapping[int, Sequence[int]], done: set[int]
+) -> Iterator[int]:
+    """`number` after all that comes `before` it, directly or not, without what is
+    `done`; adds them to that."""
+    stack = [number]
+    while stack:
+        missing = [n for n in before[stack[-1]] if n not in done]
+        if missing:
+            stack += missing
+            continue
+        number = stack.pop()
+        if number not in done:
+            done.add(number)
+            yield number
+
+
 class Rewriter:
     """What passes over single equations have in common.
 
@@ -40,7 +57,8 @@ class Rewriter:
     Attributes:
       nodes: by number; a node keeps its number, and new ones get the next.
       place: where each is to stand, (number of an old node, own number): a new one
-        right after the old one, among new ones as they were made.
+        right after the old one, among new ones as they were made; what it reads comes
+        first.
       producer: number of the node that makes each value.
       readers: [V] numbers of the nodes that read each value.
     """
@@ -61,12 +79,20 @@ class Rewriter:
         """The graph as it is now, without dead code; the given one if unchanged."""
         if not self._instead:
             return self.graph
-        order = sorted(self.nodes, key=lambda number: self.place[number])
+        place = self.place.__getitem__
+        nodes = {n: self._renamed(self.nodes[n]) for n in sorted(self.nodes, key=place)}
+        makers = {v: n for n, node in nodes.items() for v in node.writes}
+        before = {
+            n: sorted((makers[v] for v in node.reads if v in makers), key=place)[::-1]
+            for n, node in nodes.items()
+        }
+        done: set[int] = set()
+        order = [x for n in nodes for x in with_all_before(n, before, done)]
         return without_dead_code(
             dataclasses.replace(
                 self.graph,
                 values=tuple(self.values),
-                nodes=tuple(self._renamed(self.nodes[number]) for number in order),
+                nodes=tuple(nodes[number] for number in order),
                 rewritten=True,
                 **ends(self.graph, self._now),
             )

@@ -1,6 +1,7 @@
 """A slice of a product is a product of slices: the same numbers for less."""
 
 import functools
+import itertools
 import math
 
 import jax
@@ -207,6 +208,27 @@ def test_neither_an_adapted_kernel_nor_its_gradient_is_formed():
     # x w, and with a thin matrix x a, (x a) b, dy b, x (dy b) and (x a) dy.
     assert product_flops(after) == 2.0 * N * WIDTH**2 + 5 * thin
     assert product_flops(before) > 4.0 * N * WIDTH**2
+
+
+@examples(8)
+@given(
+    widths=st.lists(st.sampled_from([16, 32, 64]), min_size=2, max_size=3),
+    rank=st.sampled_from([1, 4]),
+    bent=st.integers(0, 3),
+)
+def test_adapted_kernels_with_or_without_an_activation_between_them(widths, rank, bent):
+    """`bent` is the first layer without an activation before it. The first and the last
+    have thin kernels."""
+    shapes = list(itertools.pairwise((4, *widths, 4)))
+    w = [normal((n, m)) / n for n, m in shapes]
+    t = [(normal((n, rank)) / n, normal((rank, m)) / 4) for n, m in shapes]
+
+    def loss(t, w, x):
+        for layer, (kernel, (a, b)) in enumerate(zip(w, t, strict=True)):
+            x = (jnp.tanh(x) if layer < bent else x) @ (kernel + a @ b)
+        return jnp.sum(x**2)
+
+    both(jax.grad(loss, (0, 2)), t, w, normal((N, 4)))
 
 
 @pytest.mark.parametrize("start, size", [(-11, 2), (-3, 2), (0, 4), (5, 4)])
