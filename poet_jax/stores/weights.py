@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pathlib
+import sys
 from collections.abc import Mapping
 from typing import IO, Any
 
@@ -52,6 +53,7 @@ def write(
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, array in arrays.items():
+        _require_named_array(name, array)
         code = codes.get(str(array.dtype))
         if code is None:
             raise ValueError(
@@ -83,6 +85,21 @@ def write(
         os.fsync(folder)  # the name, too
     finally:
         os.close(folder)
+
+
+def _require_named_array(name: Any, array: Any) -> None:
+    if not isinstance(name, str) or name == "__metadata__":
+        raise ValueError(
+            f"{name!r} cannot name an array: in a file of safetensors names are "
+            'strings, and "__metadata__" is the text of metadata=. Use another name, '
+            'such as "layer1/kernel".'
+        )
+    if not (hasattr(array, "dtype") and hasattr(array, "nbytes")):
+        raise ValueError(
+            f"{name!r} is a {type(array).__name__}, and a file of safetensors holds "
+            "arrays, each by its name. Write jnp.asarray(value) for a number, an item "
+            "for each array of a tree, and metadata= for text."
+        )
 
 
 def _locked(path: pathlib.Path) -> IO[bytes]:
@@ -173,7 +190,7 @@ def _arrays(path: str, file: IO[bytes]) -> dict[str, Described]:
         }
     except ValueError as error:
         raise _damaged(path, str(error)) from error
-    except (TypeError, LookupError, AttributeError) as error:
+    except (TypeError, LookupError, AttributeError, RecursionError) as error:
         raise _damaged(path, f"its header is not one ({error!r})") from error
     end = max((x.offset + x.nbytes for x in described.values()), default=start)
     if end != size:
@@ -185,8 +202,11 @@ def _described(name: str, array: Mapping[str, Any], start: int, end: int) -> Des
     kind, (first, last) = array["dtype"], array["data_offsets"]
     if kind not in _DTYPES:
         raise ValueError(f"{name!r} is of type {kind!r}, which JAX has not")
-    dtype = jax.numpy.dtype(_DTYPES[kind])
-    found = Described(start + first, tuple(array["shape"]), dtype)
+    dtype, shape = jax.numpy.dtype(_DTYPES[kind]), tuple(array["shape"])
+    for number in (first, last, *shape):
+        if type(number) is not int or abs(number) > sys.maxsize:
+            raise ValueError(f"{name!r} has {number!r} in its shape or data_offsets")
+    found = Described(start + first, shape, dtype)
     if min((first, *found.shape)) < 0 or last - first != found.nbytes:
         raise ValueError(
             f"{name!r} is {dtype}{list(found.shape)} and has {last - first} bytes"

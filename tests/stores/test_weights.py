@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import assert_three_sentences
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -77,6 +78,19 @@ def test_what_cannot_be_saved_leaves_the_older_file(tmp_path):
     gone.delete()
     with pytest.raises(ValueError, match="'key'.*jax.random.key_data"):
         poet_jax.save_paged({"x": X, "key": jax.random.key(0)}, path)
+    for name, value, said in (
+        ("__metadata__", X, "'__metadata__' cannot name.*metadata="),
+        (0, X, "0 cannot name an array.*another name"),
+        (("layer", 1), X, "'layer', 1.* cannot name an array.*another name"),
+        ("step", 3, "'step' is a int.*jnp.asarray"),
+        ("step", 0.5, "'step' is a float.*jnp.asarray"),
+        ("step", None, "'step' is a NoneType.*metadata="),
+        ("step", [X], "'step' is a list.*an item for each array"),
+        ("step", {"x": X}, "'step' is a dict.*an item for each array"),
+    ):
+        with pytest.raises(ValueError, match=said) as refused:
+            poet_jax.save_paged({"x": X, name: value}, path)
+        assert_three_sentences(refused.value)
     with pytest.raises(RuntimeError, match="has been deleted"):
         poet_jax.save_paged({"x": X, "gone": gone}, path)
     assert os.listdir(tmp_path) == ["weights"]
@@ -143,10 +157,23 @@ def test_a_file_of_another_length_is_refused(size, tmp_path):
         ({"w": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}, "has -4"),
         ({"w": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}, "'w'"),
         ({"w": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, "byte .* of"),
+        ({"w": {"dtype": "F32", "shape": [1.0], "data_offsets": [0, 4]}}, "'w'.*1.0"),
+        ({"w": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}}, "'w'.*True"),
+        ({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0.0, 4]}}, "'w'.*0.0"),
+        ({"w": {"dtype": "F32", "shape": [0, 2**70], "data_offsets": [0, 0]}}, "'w'"),
+        ({"w": {"dtype": "F32", "shape": "1", "data_offsets": [0, 4]}}, "'w'.*'1'"),
     ],
 )
 def test_a_header_that_lies_is_refused_by_name(tmp_path, header, said):
-    written = json.dumps(header).encode()
+    refuse_header(tmp_path, json.dumps(header), said)
+
+
+def test_a_header_that_is_too_deep_is_refused(tmp_path):
+    refuse_header(tmp_path, "[" * 10**5, "its header is not one")
+
+
+def refuse_header(tmp_path, header, said):
+    written = header.encode()
     contents = len(written).to_bytes(8, "little") + written + bytes(4)
     (tmp_path / "weights").write_bytes(contents)
     with pytest.raises(ValueError, match=f"cannot be read as safetensors: .*{said}"):
