@@ -18,12 +18,14 @@ def parse_bytes(text: str) -> int:
     for anything else.
     """
     match = _SIZE.fullmatch(text)
-    if match is None or match[2].lower() not in _BYTE_UNITS:
+    number, unit = match.groups() if match else ("inf", "b")
+    nbytes = float(number) * _BYTE_UNITS.get(unit.lower(), math.inf)
+    if not math.isfinite(nbytes):
         raise ValueError(
-            f"{text!r} is not a size: a number and one of B, kB, MB, GB, TB, KiB, "
-            'MiB, GiB, TiB. Use for example "64MiB", or "30%" for a percentage.'
+            f"{text!r} is not a size: a finite number and one of B, kB, MB, GB, TB, "
+            'KiB, MiB, GiB, TiB. Use for example "64MiB", or "30%" for a percentage.'
         )
-    return math.floor(float(match[1]) * _BYTE_UNITS[match[2].lower()])
+    return math.floor(nbytes)
 
 
 def parse_percent(text: str) -> float:

@@ -31,7 +31,11 @@ def test_sizes_are_read(text, nbytes):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "64", "MiB", "-1MiB", "64 MiBs", "1.2.3MB", "%", "150 percent"]
+    "text",
+    [
+        *("", "64", "MiB", "-1MiB", "64 MiBs", "1.2.3MB", "%", "150 percent"),
+        *("1e400B", "1e300TB"),
+    ],
 )
 def test_what_is_not_a_size_is_refused_with_what_to_use(text):
     with pytest.raises(ValueError, match='"64MiB", or "30%"'):
