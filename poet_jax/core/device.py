@@ -104,10 +104,13 @@ class DeviceProfile:
                     f"number{below} in SI units, got {value!r}. Use the data sheet's "
                     "value, or an assumed one and say so in source."
                 )
+        if not isinstance(self.rates, Mapping):
+            raise ValueError(
+                f"DeviceProfile {self.name!r}: rates must be a dict of rows by kind "
+                f"and dtype, got {self.rates!r}. Correct them, or leave them out."
+            )
         for kind, rows in self.rates.items():
-            sizes = [size for size, _ in rows]
-            rising = all(a < b for a, b in itertools.pairwise(sizes))
-            if not (rows and rising and all(0 < x < math.inf for r in rows for x in r)):
+            if not _are_rates(rows):
                 raise ValueError(
                     f"DeviceProfile {self.name!r}: the rates of {kind} must be rows of "
                     f"(size, seconds), finite, positive and of rising sizes, got "
@@ -190,7 +193,7 @@ class DeviceProfile:
         text = path.read_text(encoding="utf-8")
         try:
             data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path} is no TOML, or JSON with a name in .json: {error}. Write a "
                 "profile with poet_jax.devices.RASPBERRY_PI_4.save(path) and change "
@@ -213,14 +216,11 @@ class DeviceProfile:
                 f"The device profile {path} {' and '.join(what)}. Its keys are "
                 f"{', '.join(known)}, in SI units; say in source what is assumed."
             )
-        if "rates" in data:
-            data["rates"] = {
-                kind: tuple(tuple(row) for row in rows)
-                for kind, rows in data["rates"].items()
-            }
         if data.get("node_costs"):
             data["node_costs"] = str(path.parent / data["node_costs"])
-        return cls(**data)
+        profile = cls(**data)
+        rates = {kind: tuple(map(tuple, rows)) for kind, rows in profile.rates.items()}
+        return dataclasses.replace(profile, rates=rates)
 
     def constants(self, defaults: bool = False) -> list[tuple[str, str, str]]:
         """(attribute, value in SI units, origin) of what the profile gives, or with
@@ -239,6 +239,19 @@ class DeviceProfile:
     def __str__(self) -> str:
         rows = (f"  {x:29s} {value:>12s}  {y}" for x, value, y in self.constants())
         return "\n".join([self.name, *rows])
+
+
+def _are_rates(rows: Any) -> bool:
+    """Whether they are finite, positive rows (size, seconds) of rising sizes."""
+    pairs = [
+        tuple(row)
+        for row in (rows if isinstance(rows, Sequence) else ())
+        if isinstance(row, Sequence) and len(row) == 2
+        if all(isinstance(x, int | float) for x in row)
+        if all(0 < x <= sys.float_info.max for x in row)
+    ]
+    rising = all(a < b for (a, _), (b, _) in itertools.pairwise(pairs))
+    return rising and 0 < len(pairs) == len(rows)
 
 
 def _toml(data: Mapping[str, Any]) -> str:

@@ -90,10 +90,22 @@ def test_a_rate_between_two_sizes_is_between_theirs():
     assert device.work_seconds("dot", "bfloat16", 1.0, 8) == pytest.approx(4e-9)
 
 
-@pytest.mark.parametrize("rows", [(), ((8.0, 0.0),), ((8.0, 1.0), (8.0, 1.0))])
+ROWS = [
+    *((), ((8.0, 0.0),), ((8.0, 1.0), (8.0, 1.0))),
+    *(3, [3], "38", ["38"], [(1, 2, 3)], [(8.0, 1.0), 3], [(8.0, None)]),
+]
+
+
+@pytest.mark.parametrize("rows", ROWS, ids=str)
 def test_rates_that_make_no_sense_are_refused(rows):
     with pytest.raises(ValueError, match="dot_float32.*rising sizes"):
         dataclasses.replace(BOARD, rates={"dot_float32": rows})
+
+
+@pytest.mark.parametrize("rates", [3, [(8.0, 1.0)], "moved"])
+def test_rates_are_of_kinds(rates):
+    with pytest.raises(ValueError, match="rates must be a dict of rows by kind"):
+        dataclasses.replace(BOARD, rates=rates)
 
 
 def test_published_constants_are_kept_apart():
@@ -113,6 +125,10 @@ def test_published_constants_are_kept_apart():
         ("{text}static_watts = -1.0\n", "static_watts"),
         ('{text}static_watts = "1"\n', "static_watts"),
         ("{text}bytes_per_second = 0.0\n", "bytes_per_second"),
+        ("{text}rates.moved = 3\n", "rates of moved must be rows"),
+        ("{text}rates.moved = [[1, 2, 3]]\n", "rates of moved must be rows"),
+        ("{text}rates = 3\n", "rates must be a dict"),
+        ("x = " + "[" * 50_000, "TOML"),
         ("{text}contention = 1.0\n", "contention must be .* number below 1 .*got 1.0"),
     ],
 )
