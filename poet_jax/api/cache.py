@@ -34,7 +34,14 @@ from poet_jax.planners.planner import fits
 logger = logging.getLogger("poet_jax")
 
 # Errors of reading a damaged file; PlanInvalid is a ValueError.
-UNREADABLE = OSError, ValueError, LookupError, TypeError, AttributeError
+UNREADABLE = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RecursionError,
+)
 
 
 class PlanCache:
@@ -72,7 +79,8 @@ class PlanCache:
         path = self._path("plan", graph, costs, budget, planner)
         with contextlib.suppress(*UNREADABLE):
             plan = plan_from_dict(graph, json.loads(path.read_text()))
-            if fits(simulate(lower(graph, plan), costs), budget):
+            usage = simulate(lower(graph, plan), costs)
+            if isinstance(plan.statistics, dict) and fits(usage, budget):
                 return plan
         plan = make() if make else planner(graph, costs, budget)
         if not plan.statistics.get("interrupted"):
@@ -90,8 +98,9 @@ class PlanCache:
         path = self._path("compiled", graph, costs, budget, planner)
         with contextlib.suppress(*UNREADABLE):
             kept = json.loads(path.read_text())
-            if kept.pop("jax") == jax.__version__:
-                return {name: int(number) for name, number in kept.items()}
+            is_known = kept.pop("jax") == jax.__version__ and kept.get("allowed", 1)
+            if is_known and all(type(x) is int and x >= 0 for x in kept.values()):
+                return kept
         return {}
 
     def learn(

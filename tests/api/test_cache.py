@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import math
 
 import numpy as np
 import pytest
@@ -77,6 +78,30 @@ def test_a_file_that_is_damaged_is_written_again(tmp_path):
     run(tmp_path, Counting())
     run(tmp_path, Counting())
     assert len(Counting.calls) == 2 * count
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        *(("plan", {"statistics": x}) for x in (None, [], 3)),
+        *(("compiled", {"allowed": x}) for x in (0, -1, 1.5, None, True)),
+        *(("compiled", {"stage_bytes": x}) for x in (-1, math.inf, "1")),
+        *((name, None) for name in ("plan", "compiled")),
+    ],
+    ids=str,
+)
+def test_a_file_of_wrong_values_is_written_again(tmp_path, name, damage):
+    first = run(tmp_path, poet_jax.greedy)
+    kept = {}
+    for path in tmp_path.glob(f"{name}-*.json"):
+        kept[path] = json.loads(path.read_text())
+        wrong = "[" * 10**5 if damage is None else json.dumps(kept[path] | damage)
+        path.write_text(wrong)
+    assert kept
+    assert run(tmp_path, poet_jax.greedy).compiled_bytes == first.compiled_bytes
+    for path, data in kept.items():
+        again = json.loads(path.read_text())
+        assert again | {"solve_seconds": 0} == data | {"solve_seconds": 0}
 
 
 def test_a_plan_that_was_made_too_large_by_hand_is_planned_again(tmp_path):
