@@ -207,6 +207,39 @@ def test_it_pays_only_where_an_array_goes(size, scale, read_twice, folds):
     np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "result", "pixel", "scale", "weight"),
+    [
+        ("float32", "float32", 3, 0.5, 2),
+        ("bfloat16", "bfloat16", 3, 0.5, 2),
+        ("float16", "float16", 1e-4, 1e4, 1e4),
+        ("float16", "float16", 1e4, 1e-4, 1e-4),
+        ("int8", "int32", 3, 50, 3),
+        ("int8", "int8", 3, 50, 3),
+    ],
+)
+def test_only_what_has_the_range_for_it_is_scaled_elsewhere(
+    dtype, result, pixel, scale, weight
+):
+    def fun(x, scale, kernel):
+        out = lax.conv_general_dilated(
+            x * scale,
+            kernel,
+            (1, 1),
+            "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            preferred_element_type=result,
+        )
+        return out, scale, kernel
+
+    shapes = (2, 4, 4, 3), (1, 1, 1, 3), (1, 1, 3, 2)
+    args = [*map(jnp.full, shapes, (pixel, scale, weight), (dtype,) * 3)]
+    before = poet_jax.trace(fun, *args)
+    after = poet_jax.passes.fold_scales(before)
+    assert (after is before) == (dtype in ("float16", "int8"))
+    np.testing.assert_allclose(after(*args)[0], before(*args)[0])
+
+
 def test_a_step_within_a_budget_needs_less_of_it():
     """A pass that can be left out, by XLA's count of a step that ran."""
     batch = jnp.tile(X, (64, 1, 1, 1))

@@ -15,6 +15,8 @@ of a step of 16 images, 3.7 % of one of a single image.
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from poet_jax.core.equation import Literal
 from poet_jax.core.graph import Graph, Node
 from poet_jax.passes.rewriter import Rewriter
@@ -30,8 +32,10 @@ def fold_scales(graph: Graph) -> Graph:
     A kernel is scaled if it is no larger than the array, or made for that convolution
     anyway, as one that is reversed for the backward pass.
 
-    Products are rounded at other places, so results differ by rounding. Raises
-    ValueError for a graph whose nodes hold several equations.
+    Products are rounded at other places, so results differ by rounding. Integers, which
+    would wrap elsewhere, and floats of less range than float32, which would overflow
+    elsewhere, stay as they are. Raises ValueError for a graph whose nodes hold several
+    equations.
     """
     folder = _Folder(graph)
     for number in range(len(graph.nodes)):
@@ -65,6 +69,8 @@ class _Folder(Rewriter):
             return
         if self.values[array].shape != self.values[scaled].shape:
             return  # a product repeats what is of size 1
+        if not _is_wide(self.values[scaled].dtype):
+            return
         found = [
             (self.nodes[x], self.vector(self.nodes[x], scaled, scale))
             for x in sorted(self.readers[scaled])
@@ -114,3 +120,8 @@ class _Folder(Rewriter):
         channels = params["dimension_numbers"].lhs_spec[1]
         sizes = zip(dims, self.values[scale].shape, strict=False)
         return scale if all(n == 1 for d, n in sizes if d != channels) else None
+
+
+def _is_wide(dtype: Any) -> bool:
+    """Whether it has the exponents of float32, or more."""
+    return jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).maxexp >= 128
