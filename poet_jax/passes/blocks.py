@@ -30,8 +30,14 @@ LEAST_SAVED = 1 / 3
 MOST_NODES = 10_000
 BLOCKS = 16
 
+
+def _sum(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Of products; those of bools are sums as in logic."""
+    return (lax.bitwise_or if x.dtype == bool else lax.add)(x, y)
+
+
 # Operations that combine the results of blocks.
-_COMBINE = {"dot_general": lax.add, **REDUCTIONS}
+_COMBINE = {"dot_general": _sum, **REDUCTIONS}
 _ALONG_AXES = frozenset(("argmax", "argmin", *REDUCTIONS))
 
 

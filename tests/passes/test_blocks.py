@@ -123,6 +123,20 @@ def test_sums_of_halves_over_blocks_are_rounded_once():
     )
 
 
+def test_sums_of_bools_over_blocks_are_as_in_logic():
+    def fun(w, x, m):
+        y = x @ w
+        return (y > 0.5).T @ m, jnp.tanh(y).sum()
+
+    args = draw(0, WIDTH, WORDS), draw(1, ROWS, WIDTH), draw(2, ROWS, 3) > 0.5
+    graph = poet_jax.trace(fun, *args)
+    cut = blockwise(graph, large_bytes=1, blocks=4)
+    assert cut is not graph
+    for a, b in zip(jax.jit(cut.__call__)(*args), fun(*args), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
 @pytest.mark.parametrize("name", ["vocabulary", "smoothed", "in_batches", "hidden"])
 def test_no_large_value_is_left(name):
     args = draw(0, WIDTH, WORDS), draw(1, ROWS, WIDTH)
