@@ -99,15 +99,18 @@ IMAGE, KERNEL = jnp.ones((4, 16, 16, 4)), jnp.ones((3, 3, 4, 8))
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "are_products"),
     [
-        {"precision": "highest"},
-        {"strides": (2, 1)},
-        {"padding": [(-1, 1), (0, 0)]},
+        ({"precision": "highest"}, [True, True]),
+        ({"strides": (2, 1)}, [True, True]),
+        ({"padding": [(-1, 0), (0, 0)]}, [True, False]),
+        ({"padding": [(-1, 1), (0, 0)]}, [False, False]),
     ],
 )
 @pytest.mark.parametrize("numbers", [NHWC, ("NHWC", "OIHW", "NHWC")])
-def test_a_pointwise_convolution_and_its_gradient_are_products(numbers, options):
+def test_pointwise_convolutions_and_gradients_are_products_but_for_zeros_around_them(
+    numbers, options, are_products
+):
     rng = np.random.default_rng(0)
     image = rng.normal(size=(2, 5, 7, 3)).astype(np.float32)
     kernel = rng.normal(size=(1, 1, 3, 4)).astype(np.float32)
@@ -125,13 +128,35 @@ def test_a_pointwise_convolution_and_its_gradient_are_products(numbers, options)
         for e in node.equations
         if e.primitive.name == "conv_general_dilated"
     ]
-    assert convolutions == [True, True]
+    assert convolutions == are_products
     np.testing.assert_allclose(
         jax.jit(graph.__call__)(image, kernel)[0],
         jax.jit(fun)(image, kernel)[0],
         rtol=1e-5,
         atol=1e-5,
     )
+
+
+@examples(10)
+@given(
+    padding=st.tuples(*[st.tuples(st.integers(-1, 2), st.integers(-1, 2))] * 2),
+    dilation=st.tuples(st.integers(1, 3), st.integers(1, 2)),
+    spoilt=st.sampled_from(["image", "kernel"]),
+    number=st.sampled_from([np.inf, -np.inf, np.nan]),
+)
+@example(padding=((0, 1), (0, 0)), dilation=(1, 1), spoilt="kernel", number=np.inf)
+@example(padding=((0, 1), (0, 0)), dilation=(2, 1), spoilt="kernel", number=np.inf)
+def test_a_number_that_is_not_finite_goes_where_xla_has_it(
+    padding, dilation, spoilt, number
+):
+    rng = np.random.default_rng(0)
+    image = rng.normal(size=(2, 5, 7, 3)).astype(np.float32)
+    kernel = rng.normal(size=(1, 1, 3, 4)).astype(np.float32)
+    {"image": image[:, 2:], "kernel": kernel[0]}[spoilt][0, 0, 1] = number
+    fun = functools.partial(convolve, padding=padding, lhs_dilation=dilation)
+    (found,) = jax.jit(graph_of(fun, image, kernel).__call__)(image, kernel)
+    expected = jax.jit(fun)(image, kernel)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -119,17 +119,24 @@ def _is_whole(equation: Equation) -> bool:
 
 def is_pointwise(equation: Equation) -> bool:
     """Whether it is a 1x1 convolution with channels last, and without both strides and
-    padding."""
+    padding, or zeros around the image.
+
+    XLA multiplies those by the kernel, which makes NaN of an infinite one, unless it
+    also dilates the image, as for the gradient of a convolution with strides.
+    """
     if not _is_whole(equation):
         return False
     params, numbers = equation.params, equation.params["dimension_numbers"]
     image, kernel = equation.operand_shapes
     last = (0, image.ndim - 1, *range(1, image.ndim - 1))
-    is_padded = any(map(any, params["padding"])) or set(params["lhs_dilation"]) - {1}
+    is_dilated = set(params["lhs_dilation"]) - {1}
+    is_padded = any(map(any, params["padding"])) or is_dilated
+    is_surrounded = max(map(max, params["padding"]), default=0) > 0
     return (
         all(kernel.shape[d] == 1 for d in numbers.rhs_spec[2:])
         and tuple(numbers.lhs_spec) == tuple(numbers.out_spec) == last
         and not (is_padded and set(params["window_strides"]) - {1})
+        and not (is_surrounded and not is_dilated)
     )
 
 
