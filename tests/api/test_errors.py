@@ -17,7 +17,7 @@ import pytest
 from checks import assert_three_sentences
 from flax import nnx
 from jax import lax
-from toy import OPTIONS, W, X, gradient, schedule
+from toy import OPTIONS, STAGES, W, X, gradient, schedule
 
 import poet_jax
 from poet_jax.passes import PASSES, blockwise, unroll
@@ -48,6 +48,15 @@ def too_small(fun, *args, budget=1, **options):
     with pytest.raises(poet_jax.BudgetTooSmall) as caught:
         schedule(fun, budget, **options).plan(*args)
     return caught.value
+
+
+@pytest.mark.parametrize("executor", [None, STAGES], ids=["whole", "in stages"])
+def test_a_percentage_of_less_than_a_byte_is_too_small(executor):
+    tiny = schedule(lambda x: x * 2, "1%", executor=executor)
+    with pytest.raises(poet_jax.BudgetTooSmall) as caught:
+        tiny.plan(jnp.float32(1))
+    assert caught.value.smallest_bytes >= 8
+    assert_three_sentences(caught.value, '%" (')
 
 
 def test_a_budget_too_small_can_be_sent_to_another_process():
