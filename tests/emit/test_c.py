@@ -540,16 +540,6 @@ def test_a_type_that_only_passes_through_is_refused_by_name():
     assert "arrays of bfloat16" in message
 
 
-def test_state_on_storage_that_is_returned_in_another_place_is_refused_by_name():
-    """Only the step after the next one would see that it had not moved."""
-    state = np.ones((16, 8), np.float32), np.zeros((16, 8), np.float32)
-    stored = poet_jax.to_storage(state, poet_jax.HostStore(), 100)
-    function = lambda now, before: (now * 2 - before, now)  # noqa: E731
-    schedule = scheduled(function, *stored, donate_argnums=(0, 1))
-    with pytest.raises(ValueError, match="arg0 is on storage.*Return a copy"):
-        poet_jax.emit.c(schedule, tempfile.mkdtemp(), stored)
-
-
 def test_a_name_of_the_users_does_not_end_a_comment(tmp_path):
     with jax.named_scope("b*/ /*"):
         assert_alike(

@@ -1,9 +1,12 @@
 """The state of a C program, saved and restored."""
 
+import re
 import subprocess
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from boards import FLAGS, normal, results, scheduled
 
@@ -151,3 +154,140 @@ def test_old_state_may_be_a_result_in_another_place(function, tmp_path):
     found = results(plan, tmp_path, args)
     for left, right in zip(found, jax.tree.leaves(function(*args)), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-6)
+
+
+def after(steps, function, state, *rest, new_of):
+    """Results in JAX; `new_of` takes the state for the next step from them."""
+    found = None
+    for _ in range(steps):
+        found = jax.jit(function)(*state, *rest)
+        state = new_of(found)
+    return [np.asarray(x) for x in jax.tree.leaves(found)]
+
+
+def descent(state, x):
+    """(new state, its gradients, loss): a kernel, and a scalar like the loss."""
+
+    def loss(state):
+        return jnp.sum(jnp.square(state["w"] @ x - 1)) * 0.01 + state["scale"] ** 2
+
+    value, gradients = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda a, g: a - 0.1 * g, state, gradients), gradients, value
+
+
+def adam(parameters, moments, x):
+    value, gradients = jax.value_and_grad(lambda p: descent(p, x)[2])(parameters)
+    updates, moments = optax.adamw(0.01).update(gradients, moments, parameters)
+    return value, optax.apply_updates(parameters, updates), moments
+
+
+def momentum(state, moved, x):
+    new, gradients, value = descent(state, x)
+    moved = jax.tree.map(lambda m, g: 0.9 * m + g, moved, gradients)
+    return value, jax.tree.map(lambda a, m: a - 0.1 * m, state, moved), moved, new
+
+
+STATE = {
+    "w": np.linspace(-1, 1, 256, dtype="f").reshape(16, 16),
+    "scale": np.ones((), "f"),
+}
+ZEROS = jax.tree.map(np.zeros_like, STATE)
+# (step, its state, what of the results is the next one)
+RETURNED = {
+    "state first": (lambda s, x: descent(s, x)[::2], [STATE], lambda r: r[:1]),
+    "loss first": (lambda s, x: descent(s, x)[2::-2], [STATE], lambda r: r[1:]),
+    "gradients beside": (lambda s, x: descent(s, x)[:2], [STATE], lambda r: r[:1]),
+    "alone": (lambda s, x: descent(s, x)[0], [STATE], lambda r: [r]),
+    "loss inside": (
+        lambda s, x: descent(s, x)[0] | {"loss": descent(s, x)[2]},
+        [STATE],
+        lambda r: [{name: r[name] for name in STATE}],
+    ),
+    "deep": (
+        lambda s, x: {"of": ({"new": descent(s, x)[0]},), "a": descent(s, x)[2]},
+        [STATE],
+        lambda r: [r["of"][0]["new"]],
+    ),
+    "old beside": (lambda s, x: (descent(s, x)[0], s["w"]), [STATE], lambda r: r[:1]),
+    "adam": (adam, [STATE, optax.adamw(0.01).init(STATE)], lambda r: r[1:]),
+    "by order": (
+        lambda s, m, x: momentum(s, m, x)[:3], [STATE, ZEROS], lambda r: r[1:]
+    ),
+}  # fmt: skip
+
+
+def numbers(graph):
+    """A tree like the result's, of the numbers of its flat results."""
+    return jax.tree.unflatten(graph.out_tree, range(len(graph.results)))
+
+
+@pytest.mark.parametrize("limit", [None, 1000], ids=["RAM", "storage"])
+@pytest.mark.parametrize("name", RETURNED)
+def test_the_next_step_finds_the_new_state(name, limit, tmp_path):
+    """Wherever the step returns it; on storage is the kernel, and not the scalar."""
+    step, state, new_of = RETURNED[name]
+    x, count = np.linspace(0, 1, 16, dtype="f"), len(state)
+    store = poet_jax.HostStore()
+    given = state if limit is None else poet_jax.to_storage(state, store, limit)
+    donated = tuple(range(count))
+    schedule = scheduled(step, *given, x, donate_argnums=donated)
+    found = results(schedule, tmp_path, (*given, x), steps=3)
+    expected = after(3, step, state, x, new_of=new_of)
+    header = (tmp_path / "poet_step.h").read_text()
+    leaves = jax.tree.leaves(list(new_of(numbers(schedule.graph))))
+    assert [int(n) for n in re.findall(r"; then result (\d+) ", header)] == leaves
+    for left, right in zip(found, expected, strict=True):
+        np.testing.assert_allclose(left, right, rtol=1e-4, atol=1e-5)
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "function, names",
+    [
+        (lambda w, x: {"g": w * x, "w": w - x}, r"result\['g'\] or result\['w'\]"),
+        (lambda w, x: (x[0], (w * x, w - x)), r"result\[1\]\[0\] or result\[1\]\[1\]"),
+        (lambda w, x: (x[0], w * x, w - x), r"result\[1\] or result\[2\]"),
+    ],
+    ids=["names", "inside", "loss first"],
+)
+@pytest.mark.parametrize("limit", [None, 0], ids=["RAM", "storage"])
+def test_results_that_may_both_be_the_new_state_are_refused(function, names, limit):
+    w = np.ones(8, np.float32)
+    store = poet_jax.HostStore()
+    given = w if limit is None else poet_jax.to_storage(w, store, limit)
+    with pytest.raises(ValueError, match=names + " may be the next argument 0"):
+        scheduled(function, given, w, donate_argnums=0)
+    store.close()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda s: ([x + 1 for x in s], s[0]),
+        lambda s: ([s[0] + 1] * 2, s[1]),
+        lambda s: ([s[0] + 1, jnp.full(s[0].shape, 2.0)], s[1]),
+        lambda s: ([s[0] + 1, s[1]], s[1]),
+    ],
+    ids=["old beside new", "one for two", "weakly typed", "as it was"],
+)
+def test_what_lies_on_storage_is_what_jax_returns(function, tmp_path):
+    state = [np.arange(300, dtype="f"), np.arange(300, dtype="f") * 2]
+    store = poet_jax.HostStore()
+    given = poet_jax.to_storage(state, store, 1000)
+    schedule = scheduled(function, given, donate_argnums=0)
+    found = results(schedule, tmp_path, (given,), steps=3)
+    expected = after(3, function, [state], new_of=lambda r: r[:1])
+    np.testing.assert_allclose(found, expected)
+    store.close()
+
+
+def test_state_on_storage_that_is_read_after_it_is_replaced_is_refused(tmp_path):
+    state = [np.ones(300, np.float32) for _ in range(3)]
+    store = poet_jax.HostStore()
+    given = poet_jax.to_storage(state, store, 1000)
+    turned = lambda s: [s[1] + 1, s[2] + 1, s[0] * 0.5]  # noqa: E731
+    schedule = scheduled(turned, given, donate_argnums=0)
+    with pytest.raises(ValueError, match="read again.*reads state before"):
+        poet_jax.emit.c(schedule, tmp_path / "project", (given,))
+    assert not (tmp_path / "project").exists()
+    store.close()

@@ -77,7 +77,8 @@ def _with_words(value: Value) -> Value:
     return dataclasses.replace(value, shape=shape, dtype=jnp.dtype(jnp.uint32))
 
 
-def _data(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def as_words(aval: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """What keys are in C."""
     if not is_key(aval.dtype):
         return aval
     return jax.ShapeDtypeStruct((*aval.shape, KEY_WORDS), jnp.uint32)
@@ -160,8 +161,8 @@ def _with_parts(equation: Equation) -> Equation:
     return dataclasses.replace(
         equation,
         params={**equation.params, "parts": tuple(map(_part, bodies))},
-        operand_shapes=tuple(map(_data, equation.operand_shapes)),
-        result_shapes=tuple(map(_data, equation.result_shapes)),
+        operand_shapes=tuple(map(as_words, equation.operand_shapes)),
+        result_shapes=tuple(map(as_words, equation.result_shapes)),
     )
 
 
@@ -208,7 +209,7 @@ def _turned(equation: Equation) -> Iterator[Equation]:
 
 def _of_words(equation: Equation) -> Iterator[Equation]:
     """An equation on keys as some on their words."""
-    operands = tuple(map(_data, equation.operand_shapes))
+    operands = tuple(map(as_words, equation.operand_shapes))
     name = equation.primitive.name
     if name in ("random_wrap", "random_unwrap", "random_clone", "copy"):
         yield dataclasses.replace(

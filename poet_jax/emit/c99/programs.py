@@ -1,7 +1,8 @@
 """A planned program as steps of C over buffers."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from poet_jax.core.equation import Equation
-from poet_jax.core.graph import Graph, Node
+from poet_jax.core.graph import Graph, Node, Place
 from poet_jax.core.plan import Free, PageIn, PageOut
 from poet_jax.core.program import Program, Run
 from poet_jax.core.rebuilding import body
@@ -24,7 +25,7 @@ from poet_jax.emit.c99 import (
 )
 from poet_jax.emit.c99.buffers import C_TYPES, Buffer, Pointer, Step
 from poet_jax.emit.c99.buffers import needed as needed
-from poet_jax.emit.c99.expanding import parts
+from poet_jax.emit.c99.expanding import as_words, parts
 from poet_jax.emit.c99.loops import VIRTUAL
 from poet_jax.emit.c99.nodes import lower_node
 from poet_jax.emit.c99.storage import Storage
@@ -248,73 +249,177 @@ def _read_later(program: Program) -> list[set[int]]:
 
 
 def successors(graph: Graph) -> dict[int, int]:
-    """By argument in RAM that the step replaces, the value that takes its place.
-
-    An output whose tree has the structure and types of a donated argument replaces it;
-    of what is left, each output the first donated array of its shape and type.
-    """
+    """By argument in RAM that the step replaces, the value that takes its place."""
     found = {v: graph.successors[v] for v in graph.resident}
     held = graph.outputs[len(graph.results) :]
     found |= dict(zip(graph.references, held, strict=True))
-    donated = graph.donated - graph.stored.keys() - set(graph.references)
-    free = [v for v in graph.arguments if v in donated]
-    left = [v for v in graph.results if v not in graph.landing]
-    for olds, news in _matching(graph):
-        if set(olds) <= set(free) and set(news) <= set(left):
-            found.update(zip(olds, news, strict=True))
-            free = [v for v in free if v not in olds]
-            left = [v for v in left if v not in news]
-    for new in left:
-        kind = graph.values[new].kind
-        same = [v for v in free if graph.values[v].kind == kind]
-        if same:
-            found[same[0]] = new
-            free.remove(same[0])
+    heirs = replacing(graph).items()
+    return found | {v: graph.results[x] for v, x in heirs if v not in graph.stored}
+
+
+def replacing(graph: Graph) -> dict[int, int]:
+    """By donated argument, the flat result that takes its place for the next step.
+
+    An argument, or else a part of one, is replaced by a part of the result that has its
+    structure, shapes and types. The largest come first, so that moments of an optimizer
+    are no parameters. If there are as many such results as arguments, their order pairs
+    them. If not, position does: result `k` replaces argument `k`, or the one that is
+    number `k` of the donated ones, and a part replaces the part at its place.
+
+    Raises ValueError where several results fit, and position does not say which.
+    """
+    olds, found = _donated_parts(graph), {}
+    fitting: dict[Any, list[_Part]] = {}
+    results = _unflattened(graph.out_tree, len(graph.results))
+    for part in _Part(graph, graph.results, results, "result", {()}).all_parts():
+        fitting.setdefault(part.form, []).append(part)
+    while olds:
+        form = max((x.form for x in olds), key=lambda form: form[0].num_nodes)
+        same = sorted((x for x in olds if x.form == form), key=lambda x: x.leaves)
+        taken = set(found.values())
+        news = [x for x in fitting.get(form, []) if taken.isdisjoint(x.leaves)]
+        pairs = _paired(same, news)
+        for old, new in pairs:
+            values = (graph.arguments[leaf] for leaf in old.leaves)
+            found.update(zip(values, new.leaves, strict=True))
+        left = set(same) - {old for old, _ in pairs}
+        olds = [x for x in olds if x.form != form]
+        olds += [part for x in left for part in x.parts()]
     return found
+
+
+class _Part:
+    """A part of a tree of flat numbers, of arguments or of results.
+
+    Attributes:
+      leaves: its flat numbers.
+      form: structure, shapes and types; keys are their words.
+      name: for errors.
+      places: of a part of the result, the keys that lead to it; of an argument, those
+        of the results in its position.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        values: Sequence[int],
+        tree: Any,
+        name: str,
+        places: set[tuple[Any, ...]],
+    ):
+        self.graph, self.values, self.tree = graph, values, tree
+        self.name, self.places = name, places
+        self.leaves, structure = jax.tree.flatten(tree)
+        avals = [as_words(graph.values[values[leaf]].aval) for leaf in self.leaves]
+        self.form = structure, *((x.shape, x.dtype) for x in avals)
+
+    def parts(self) -> Iterator["_Part"]:
+        """Its children that have leaves; a leaf has none."""
+        children, _ = jax.tree.flatten_with_path(
+            self.tree, is_leaf=lambda x: x is not self.tree
+        )
+        for keys, child in children:
+            if keys and jax.tree.leaves(child):
+                name = self.name + jax.tree_util.keystr(keys)
+                places = {(*place, *keys) for place in self.places}
+                yield _Part(self.graph, self.values, child, name, places)
+
+    def all_parts(self) -> Iterator["_Part"]:
+        yield self
+        for part in self.parts():
+            yield from part.all_parts()
+
+
+def _unflattened(structure: Any, count: int) -> Any:
+    numbers = list(range(count))
+    return numbers if structure is None else jax.tree.unflatten(structure, numbers)
+
+
+def _donated_parts(graph: Graph) -> list[_Part]:
+    """The donated arguments, or parts of them, that hold no references."""
+    donated = graph.donated - set(graph.references)
+
+    def donated_in(part: _Part) -> list[_Part]:
+        if donated.issuperset(graph.arguments[leaf] for leaf in part.leaves):
+            return [part]
+        return [x for child in part.parts() for x in donated_in(child)]
+
+    tree = _unflattened(graph.in_tree, len(graph.arguments))
+    args, kwargs = (tree, {}) if graph.in_tree is None else tree
+    found: list[list[_Part]] = []
+    for key, argument in (*enumerate(args), *kwargs.items()):
+        kind = jax.tree_util.DictKey if key in kwargs else jax.tree_util.SequenceKey
+        places = {(), (kind(key),), (jax.tree_util.SequenceKey(len(found)),)}
+        whole = _Part(graph, graph.arguments, argument, f"argument {key}", places)
+        if whole.leaves and (parts := donated_in(whole)):
+            found.append(parts)
+    return [part for parts in found for part in parts]
+
+
+def _paired(olds: Sequence[_Part], news: Sequence[_Part]) -> list[tuple[_Part, _Part]]:
+    """(old, new) of one form: in order, or by position. Raises ValueError."""
+    if len(olds) == len(news) or not news:
+        return list(zip(olds, news, strict=False))
+    pairs = [(x, y) for x in olds for y in news if not x.places.isdisjoint(y.places)]
+    apart = {x for x, _ in pairs}, {y for _, y in pairs}
+    if len(pairs) == min(*map(len, apart)) == min(len(olds), len(news)):
+        return pairs
+    old, new = (" or ".join(x.name for x in parts) for parts in (olds, news))
+    raise ValueError(
+        f"{new} may be the next {old}: structure, shapes and types are the same. A C "
+        "program writes new state to the place of the old one. Return the new state of "
+        "the donated arguments first and in their order, and all else after it: "
+        "`return new_state, gradients`."
+    )
 
 
 def moved_results(graph: Graph) -> list[int]:
     """Arguments that the step replaces, and returns in another place."""
-    heirs = successors(graph)
-    return [v for v in graph.results if v in heirs and heirs[v] != v]
+    heirs = replacing(graph)
+    return [v for v in graph.results if v in heirs and graph.results[heirs[v]] != v]
+
+
+def landing(graph: Graph) -> dict[int, int]:
+    """By flat result that is new state on storage, the flat argument it replaces."""
+    return {
+        leaf: graph.stored[v].leaf
+        for v, leaf in replacing(graph).items()
+        if v in graph.stored and graph.results[leaf] != v
+    }
 
 
 def with_own_results(graph: Graph) -> Graph:
-    """`graph`, of single equations, that copies each replaced argument which is a
-    result, too: what replaces it is written to its place.
+    """`graph`, of single equations, whose new state lies where `replacing` says.
 
-    A result that takes the place of itself needs no copy.
+    A replaced argument that is a result, too, is copied before what replaces it is
+    made, unless it takes the place of itself. Any other result that is to lie on
+    storage is copied if it lies elsewhere, too.
     """
-    moved = set(moved_results(graph))
-    values, nodes, outputs = list(graph.values), list(graph.nodes), list(graph.outputs)
+    heirs, replaced = replacing(graph), landing(graph)
+    moved, end = set(moved_results(graph)), len(graph.nodes)
+    values, outputs = list(graph.values), list(graph.outputs)
+    nodes: list[list[Node]] = [[] for _ in range(end + 1)]
+    places: dict[int, Place] = {}
     for leaf, v in enumerate(graph.results):
-        if v not in moved:
-            continue
-        part = trace_part(jnp.copy, jax.ShapeDtypeStruct(*values[v].kind))
-        outputs[leaf] = copied = len(values)
-        values.append(values[v])
-        names = {part.arguments[0]: v, part.outputs[0]: copied}
-        nodes.append(Node.of("output/copy", body(part, names), [copied]))
+        is_own = v in graph.producer and v not in places and values[v].pageable
+        if v in moved or (leaf in replaced and not is_own):
+            part = trace_part(jnp.copy, jax.ShapeDtypeStruct(*values[v].kind))
+            (argument,), (copy,) = part.arguments, part.outputs
+            outputs[leaf] = len(values)
+            values.append(dataclasses.replace(part.values[copy], name=values[v].name))
+            equations = body(part, {argument: v, copy: outputs[leaf]})
+            before = end
+            if v in moved:
+                before = graph.producer.get(graph.results[heirs[v]], end)
+            nodes[before].append(Node.of("output/copy", equations, [outputs[leaf]]))
+        if leaf in replaced:
+            places[outputs[leaf]] = Place(leaf, replaces=replaced[leaf])
+    for number, node in enumerate(graph.nodes):
+        nodes[number].append(node)
     return dataclasses.replace(
-        graph, values=tuple(values), nodes=tuple(nodes), outputs=tuple(outputs)
+        graph,
+        values=tuple(values),
+        nodes=tuple(itertools.chain(*nodes)),
+        outputs=tuple(outputs),
+        landing=places,
     )
-
-
-def _matching(graph: Graph) -> Iterable[tuple[list[int], list[int]]]:
-    """(values of an argument, values of a part of the result) of one structure."""
-    if graph.in_tree is None or graph.out_tree is None:
-        return
-    args, kwargs = jax.tree.unflatten(graph.in_tree, graph.arguments)
-    results = jax.tree.unflatten(graph.out_tree, graph.results)
-    parts = list(results) if isinstance(results, tuple | list) else [results]
-    parts = [results, *parts] if len(parts) > 1 else parts
-    for argument in (*args, *kwargs.values()):
-        olds, structure = jax.tree.flatten(argument)
-        for number, part in enumerate(parts):
-            news, other = jax.tree.flatten(part)
-            kinds = [graph.values[v].kind for v in olds]
-            if olds and structure == other:
-                if kinds == [graph.values[v].kind for v in news]:
-                    del parts[number]
-                    yield olds, news
-                    break

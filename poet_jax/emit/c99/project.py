@@ -20,7 +20,13 @@ from poet_jax.emit.c99 import sources
 from poet_jax.emit.c99.buffers import C_TYPES, Unsupported
 from poet_jax.emit.c99.expanding import expanded, is_key, words
 from poet_jax.emit.c99.offsets import Arena, place
-from poet_jax.emit.c99.programs import Steps, moved_results, steps_of, unsupported
+from poet_jax.emit.c99.programs import (
+    Steps,
+    landing,
+    moved_results,
+    steps_of,
+    unsupported,
+)
 from poet_jax.emit.c99.storage import (
     Storage,
     is_cut,
@@ -235,18 +241,14 @@ def _refuse(graph: Graph, program: Program) -> None:
 
 def _refuse_storage(graph: Graph, program: Program) -> None:
     """New state is written to the place of the old one, which nobody may read then."""
-    left = list(graph.results)
-    for value in (v for v in graph.arguments if v in graph.donated):
-        kind = graph.values[value].kind
-        place = next((n for n, v in enumerate(left) if graph.values[v].kind == kind), 0)
-        if left and graph.values[left[place]].kind == kind:
-            new = left.pop(place)
-            if new != value and new in graph.stored:
-                raise ValueError(
-                    f"{graph.values[new].name} is on storage, and the step returns it "
-                    f"in place of {graph.values[value].name}. A C program leaves it "
-                    "where it is. Return a copy, or keep that state in RAM."
-                )
+    expected, planned = landing(graph), replaced_leaves(graph)
+    for leaf in expected.keys() | planned.keys():
+        if expected.get(leaf) != planned.get(leaf):
+            raise ValueError(
+                f"{graph.values[graph.results[leaf]].name} is planned for a place on "
+                "storage where a C program has other state. Use a schedule of "
+                "Scheduled.plan_for_board."
+            )
     storage = Storage.of(program)
     if storage.nbytes >= MOST_STORAGE_BYTES:
         raise ValueError(

@@ -9,7 +9,7 @@ import numpy as np
 from poet_jax.core.graph import Graph
 from poet_jax.emit.c99.buffers import C_TYPES, Buffer, Pointer, Step
 from poet_jax.emit.c99.offsets import Arena
-from poet_jax.emit.c99.programs import Steps
+from poet_jax.emit.c99.programs import Steps, replacing
 from poet_jax.emit.c99.scalars import constant
 from poet_jax.emit.c99.storage import replaced_leaves
 
@@ -194,13 +194,15 @@ class _Text:
             *STATE,
         ]
         graph = self.graph
-        for kind, values, rows in (
-            ("argument", graph.arguments, self.arguments),
-            ("result", graph.results, self.results),
+        heirs = {v: f"; then result {leaf}" for v, leaf in replacing(graph).items()}
+        for kind, values, rows, then in (
+            ("argument", graph.arguments, self.arguments, heirs),
+            ("result", graph.results, self.results, {}),
         ):
             for number, (v, row) in enumerate(zip(values, rows, strict=True)):
                 x, offset = graph.values[v], row.split(",")[0]
-                shown = f"/* {_plain(x.name)}: {x.dtype}{list(x.shape)} */"
+                shown = f"{_plain(x.name)}: {x.dtype}{list(x.shape)}{then.get(v, '')}"
+                shown = f"/* {shown} */"
                 where = f"((uint8_t *)poet_arena + {offset})"
                 if offset == "-1":
                     lines.append(f"/* {kind} {number} is not in RAM. */ {shown}")
