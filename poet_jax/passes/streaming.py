@@ -112,12 +112,12 @@ class _Streamer:
 
     def is_update(self, node: Node) -> bool:
         large = self.large(node)
-        if not (large and node.repeatable):
+        lands = self.graph.landing.keys() >= set(large)  # as no key does
+        if not (large and lands and node.repeatable):
             return False
         shape, rows = self.values[large[0]].shape, self._rows(large[0])
         unread = all(
-            v in self.graph.landing
-            and not self.graph.readers[v]
+            not self.graph.readers[v]
             and self.graph.outputs.count(v) == 1
             and self.values[v].shape == shape
             and self._rows(v) == rows
@@ -211,12 +211,10 @@ class _Streamer:
 
     def has_block(self, value: int, number: int, rows: slice) -> bool:
         """Whether exactly these rows of a value are a block on storage."""
+        if value not in self.graph.stored:
+            return False
         blocks = self._rows(value)
-        return (
-            value in self.graph.stored
-            and number < len(blocks)
-            and blocks[number] == rows
-        )
+        return number < len(blocks) and blocks[number] == rows
 
     def part(self, value: int, number: int, rows: slice) -> int:
         """A row block of a stored value, as a value of its own."""

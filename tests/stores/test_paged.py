@@ -182,6 +182,25 @@ def test_a_leaf_that_is_handed_through_is_not_moved():
     assert planned.last_run.bytes_paged_in == X.nbytes
 
 
+def test_keys_may_be_beside_state_on_storage(store):
+    """Also as arrays, and in the update of a table that goes block by block."""
+
+    def step(state):
+        table, keys = state
+        keys, given = jax.vmap(jax.random.split, out_axes=1)(keys)
+        return table + jax.random.normal(given[0], table.shape), keys
+
+    state = jnp.zeros((4096, 1100)), jax.random.split(jax.random.key(0), 2)
+    executor = poet_jax.HostExecutor(store)
+    paged = poet_jax.schedule(
+        step, "100%", executor=executor, planner=poet_jax.greedy, donate_argnums=0
+    )
+    stored, expected = poet_jax.to_storage(state, store), jax.jit(step)(state)
+    table, keys = paged(stored)
+    np.testing.assert_array_equal(table, expected[0])
+    assert jnp.all(keys == expected[1])
+
+
 def test_an_array_without_elements_may_be_on_storage():
     store = poet_jax.HostStore()
     state = poet_jax.to_storage({"x": X, "none": jnp.zeros((0, 4))}, store, 0)
