@@ -91,6 +91,25 @@ def test_extreme_elements_are_computed_as_in_jax(tmp_path):
     assert_alike(cases, tmp_path)
 
 
+def test_what_is_empty_has_no_products_and_no_windows(tmp_path):
+    """Beside other results, which are as they were."""
+    no, one, x = np.zeros((0, 3, 5), "f"), np.ones((4, 1), "f"), np.ones((2, 3), "f")
+
+    def largest(x):
+        return lax.reduce_window(x, -jnp.inf, lax.max, (1, 2), (1, 1), "VALID")
+
+    def summed(x):
+        return lax.reduce_window(x, 0.0, lax.add, (1, 2), (1, 1), "VALID")
+
+    product = lambda a, b: jnp.einsum("abi,baj->ij", a, b)  # noqa: E731
+    alone = lambda a, b: jnp.einsum("abi,abj->ij", a, b)  # noqa: E731
+    cases = [(product, (no, np.zeros((3, 0, 6), "f"))), (alone, (no, no))]
+    cases += [(lambda a: jnp.concatenate([a, a]), (no,)), (lambda a: a * 2, (no,))]
+    for pool in (largest, summed):
+        cases += [(pool, (one,)), (jax.grad(lambda x, f=pool: f(x).sum()), (one,))]
+    assert_alike([*cases, (lambda x: x + 1, (x,))], tmp_path)
+
+
 def random_reduction(rng):
     shape = tuple(rng.integers(1, 6, rng.integers(1, 5)))
     axes = tuple(np.flatnonzero(rng.random(len(shape)) < 0.5).tolist())

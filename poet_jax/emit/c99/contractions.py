@@ -69,7 +69,7 @@ def dot_general(lowering: Lowering, equation: Equation) -> None:
     if not dtypes <= C_TYPES.keys():
         raise NoForm
     views = [lowering.view(equation, 0), lowering.view(equation, 1)]
-    if dtypes == {"float32"} and math.prod(equation.result_shapes[0].shape):
+    if dtypes == {"float32"} and all(size for group in groups for size in group):
         for number, view in enumerate(views):
             if view is None and _is_read_often(equation, number):
                 buffer = lowering.buffer(equation, number)

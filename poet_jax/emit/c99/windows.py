@@ -1,10 +1,12 @@
 """Pooling, and its gradient."""
 
+import math
 from collections.abc import Sequence
 
 from poet_jax.core.equation import Equation
-from poet_jax.emit.c99.buffers import NoForm
+from poet_jax.emit.c99.buffers import Buffer, NoForm, Step
 from poet_jax.emit.c99.contractions import call
+from poet_jax.emit.c99.nests import Pointwise
 from poet_jax.emit.c99.nodes import Lowering
 
 
@@ -25,6 +27,13 @@ def _window(equation: Equation, shape: Sequence[int], out: Sequence[int]) -> dic
     }
 
 
+def _filled(buffer: Buffer, lowering: Lowering) -> Step:
+    """Zeros, where there is no window: kernels have one at least."""
+    loop = Pointwise(buffer.shape, lowering.where.__getitem__)
+    loop.store(buffer, "0.0f")
+    return loop.step(lowering.run)
+
+
 def reduce_window(lowering: Lowering, equation: Equation) -> None:
     (aval,), (result,) = equation.operand_shapes, equation.result_shapes
     if aval.dtype.name != "float32":
@@ -33,6 +42,9 @@ def reduce_window(lowering: Lowering, equation: Equation) -> None:
     fields = _window(equation, aval.shape, result.shape)
     operand = lowering.buffer(equation, 0)
     buffer = lowering.result(equation)
+    if not buffer.size:
+        lowering.push(_filled(buffer, lowering))
+        return
     tables = [("poet_window", fields)]
     name = f"poet_window_{kind}"
     lowering.push(call(name, [buffer], [(operand, 0)], tables, lowering.run))
@@ -47,6 +59,9 @@ def select_and_scatter(lowering: Lowering, equation: Equation) -> None:
     fields = _window(equation, aval.shape, source.shape)
     operands = [(lowering.buffer(equation, number), 0) for number in range(2)]
     buffer = lowering.result(equation)
+    if not math.prod(source.shape):
+        lowering.push(_filled(buffer, lowering))
+        return
     tables = [("poet_window", fields)]
     name = f"poet_scatter_{kind}"
     lowering.push(call(name, [buffer], operands, tables, lowering.run))
