@@ -91,6 +91,18 @@ def test_extreme_elements_are_computed_as_in_jax(tmp_path):
     assert_alike(cases, tmp_path)
 
 
+def test_comparisons_that_types_decide_compile_without_warnings(tmp_path):
+    cases = []
+    orders = lax.lt, lax.le, lax.gt, lax.ge
+    for dtype in ("int8", "uint8", "int16", "uint16", "int32", "uint32"):
+        x, ends = np.arange(-2, 3).astype(dtype), np.iinfo(dtype)
+        for limit in (np.array(end, dtype) for end in (ends.min, ends.max)):
+            cases += [(lambda x, f=f, y=limit: f(x, y), (x,)) for f in orders]
+    mask = np.array([True, False])
+    cases += [(lambda x, f=f: f(x, False), (mask,)) for f in orders]
+    assert_alike(cases, tmp_path)
+
+
 def test_what_is_empty_has_no_products_and_no_windows(tmp_path):
     """Beside other results, which are as they were."""
     no, one, x = np.zeros((0, 3, 5), "f"), np.ones((4, 1), "f"), np.ones((2, 3), "f")

@@ -132,7 +132,8 @@ static inline uint32_t poet_max_i_u(uint32_t a, uint32_t b) { return a > b ? a :
 static inline uint32_t poet_min_i_u(uint32_t a, uint32_t b) { return a < b ? a : b; }
 static inline int32_t poet_sign_i(int32_t x) { return (x > 0) - (x < 0); }
 static inline uint32_t poet_sign_i_u(uint32_t x) { return x != 0u; }
-static inline uint8_t poet_less(uint32_t a, uint32_t b) { return a < b; }
+static inline uint8_t poet_less_i(int32_t a, int32_t b) { return a < b; }
+static inline uint8_t poet_less_u(uint32_t a, uint32_t b) { return a < b; }
 static inline int32_t poet_abs_i(int32_t x) {
   return x < 0 ? (int32_t)(0u - (uint32_t)x) : x;
 }

@@ -58,9 +58,7 @@ def concatenate(lowering: Lowering, equation: Equation) -> None:
     if parts:
         lowering.push(together(parts))
     else:
-        lowering.push(
-            Step((), (buffer,), lambda pointer: ["(void)m;"], run=lowering.run)
-        )
+        lowering.push(Step((), (buffer,), lambda pointer: [], run=lowering.run))
 
 
 def pad(lowering: Lowering, equation: Equation) -> None:

@@ -54,20 +54,22 @@ def _infix(sign: str) -> Rule:
     return lambda params, args, dtypes: f"{args[0]} {sign} {args[1]}"
 
 
-# Of numbers without a sign, since compilers warn of a comparison that types decide.
-_UNSIGNED_ORDERS = {
-    "<": "poet_less({0}, {1})",
-    ">": "poet_less({1}, {0})",
-    "<=": "!poet_less({1}, {0})",
-    ">=": "!poet_less({0}, {1})",
+# Of numbers that are not the widest of their kind, or have no sign: compilers warn of a
+# comparison that types decide.
+_NARROW_ORDERS = {
+    "<": "{2}({0}, {1})",
+    ">": "{2}({1}, {0})",
+    "<=": "!{2}({1}, {0})",
+    ">=": "!{2}({0}, {1})",
 }
 
 
 def _order(sign: str) -> Rule:
     def rule(params: dict[str, Any], args: Sequence[str], dtypes: Sequence[str]) -> str:
-        if dtypes[0].startswith("u"):
-            return _UNSIGNED_ORDERS[sign].format(*args)
-        return f"{args[0]} {sign} {args[1]}"
+        if dtypes[0] in ("float32", "int32"):
+            return f"{args[0]} {sign} {args[1]}"
+        less = "poet_less_i" if dtypes[0].startswith("i") else "poet_less_u"
+        return _NARROW_ORDERS[sign].format(*args, less)
 
     return rule
 

@@ -237,7 +237,7 @@ class _Text:
                     calls += part.render(self.pointer)
                 continue
             lines += ["", f"/* {_plain(self.steps.names[run])} */"]
-            lines.append(f"static void run_{run}(uint8_t *m) {{")
+            lines += [f"static void run_{run}(uint8_t *m) {{", "(void)m;"]
             for part in parts:
                 inside = part.render(self.pointer)
                 lines += inside if part.is_bracket else ["{", *inside, "}"]
