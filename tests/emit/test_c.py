@@ -1,6 +1,7 @@
 """Planned programs as C, beside JAX: kernels, the arena, whole steps, refusals."""
 
 import dataclasses
+import functools
 import itertools
 import pathlib
 import subprocess
@@ -423,6 +424,29 @@ def training_step(loss, optimizer):
         return optax.apply_updates(parameters, updates), state, value
 
     return step
+
+
+def test_one_plan_has_one_text(tmp_path):
+    """Of matrices of as many sizes that places in the arena are searched for."""
+    sizes = 5, 17, 9, 23, 7, 13, 11, 19, 6
+    rng = np.random.default_rng(0)
+    weights = [normal(rng, *shape) for shape in itertools.pairwise(sizes)]
+
+    def step(weights, x):
+        def loss(weights):
+            return jnp.mean(functools.reduce(lambda h, w: jnp.tanh(h @ w), weights, x))
+
+        return [
+            w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights), strict=True)
+        ]
+
+    arguments = weights, normal(rng, 9, 5)
+    schedule = scheduled(step, *arguments, donate_argnums=0)
+    texts = set()
+    for _ in range(3):
+        poet_jax.emit.c(schedule, tmp_path, arguments)
+        texts.add((tmp_path / "poet_step.c").read_text())
+    assert len(texts) == 1
 
 
 BUDGETS = {

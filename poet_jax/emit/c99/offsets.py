@@ -195,20 +195,19 @@ def _joined(spans: Sequence[Span]) -> list[Span]:
 
 
 def _neighbours(blocks: Sequence[_Block]) -> dict[_Block, list[_Block]]:
-    """The blocks that are alive together with each."""
+    """The blocks that are alive together with each, in an order that a plan decides."""
     starts: dict[int, list[tuple[_Block, int]]] = defaultdict(list)
     for block in blocks:
         for start, stop in _joined(block.spans):
             starts[start].append((block, stop))
-    found: dict[_Block, set[_Block]] = {block: set() for block in blocks}
+    found: dict[_Block, dict[_Block, None]] = {block: {} for block in blocks}
     now: list[tuple[_Block, int]] = []
     for start in sorted(starts):
         now = [(block, stop) for block, stop in now if stop >= start]
         for block, stop in starts[start]:
             for other, _ in now:
                 if other is not block:
-                    found[block].add(other)
-                    found[other].add(block)
+                    found[block][other] = found[other][block] = None
             now.append((block, stop))
     return {block: list(others) for block, others in found.items()}
 

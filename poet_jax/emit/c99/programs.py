@@ -282,9 +282,9 @@ def replacing(graph: Graph) -> dict[int, int]:
         for old, new in pairs:
             values = (graph.arguments[leaf] for leaf in old.leaves)
             found.update(zip(values, new.leaves, strict=True))
-        left = set(same) - {old for old, _ in pairs}
+        paired = {old for old, _ in pairs}
         olds = [x for x in olds if x.form != form]
-        olds += [part for x in left for part in x.parts()]
+        olds += [part for x in same if x not in paired for part in x.parts()]
     return found
 
 
