@@ -647,6 +647,17 @@ def test_pages_need_storage(tmp_path):
         poet_jax.emit.c(schedule, tmp_path, arguments, board=board)
 
 
+def test_arguments_may_be_all_that_jax_takes(tmp_path):
+    """Python's numbers, and arrays of 64 bits."""
+    arguments = np.arange(3) / 3, np.arange(3), 0.1, 7, [1, 2.0]
+    function = lambda *xs: jax.tree.map(lambda x: x * 2, xs)  # noqa: E731
+    found = results(scheduled(function, *arguments), tmp_path, arguments)
+    expected = jax.tree.leaves(jax.jit(function)(*arguments))
+    for left, right in zip(found, expected, strict=True):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(left, right)
+
+
 def test_arguments_of_another_shape_are_refused(tmp_path):
     x = np.ones((4, 4), np.float32)
     schedule = scheduled(lambda x: x + 1, x)

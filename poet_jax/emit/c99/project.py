@@ -281,7 +281,7 @@ def _refuse_board(board: DeviceProfile, arena_bytes: int, page_bytes: int) -> No
 
 
 def _leaves(graph: Graph, arguments: Sequence[Any] | None) -> list[np.ndarray]:
-    """Flat arguments as arrays of the types that were planned for."""
+    """Flat arguments, as JAX takes them, of the types that were planned for."""
     avals = [graph.values[v].aval for v in graph.arguments]
     if arguments is None:
         rng = np.random.default_rng(0)
@@ -291,7 +291,8 @@ def _leaves(graph: Graph, arguments: Sequence[Any] | None) -> list[np.ndarray]:
             else np.zeros(x.shape, x.dtype)
             for x in avals
         ]
-    leaves = [np.asarray(words(x)) for x in jax.tree.leaves(tuple(arguments))]
+    given = jax.tree.leaves(tuple(arguments))
+    leaves = [np.asarray(jnp.asarray(words(x))) for x in given]
     given = [(x.shape, str(x.dtype)) for x in leaves]
     planned = [(x.shape, str(x.dtype)) for x in avals]
     if given != planned:
