@@ -71,6 +71,7 @@ def test_an_element_is_computed_as_in_jax(tmp_path):
 
 def test_extreme_elements_are_computed_as_in_jax(tmp_path):
     angles = np.float32([6e4, 65536, -7e4, 1.5e5, -3e5, 9e5, 1.5e6, 3e7, -1e9])
+    angles = np.append(angles, np.float32([2**31, -5e12, 1e20, 3.4e38, np.inf]))
     tails = np.float32([-8, -3, -1, 0.9, 1, 2, 3, 4, 5])
     large = np.array([0, 1, 200, 2**31, 2**32 - 1], np.uint32)
     bits = np.ones((2, 256), bool)

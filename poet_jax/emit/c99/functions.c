@@ -179,12 +179,17 @@ static float quarter(float x, int32_t *n) {
 
 /* The same from 2^16 to 2^31: x 2 / pi, modulo 4, in units of 2^-62 */
 static float quarter_of_large(float x, int32_t *n) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  const int shift = (int)(bits >> 23 & 255u) - 150;
-  const uint64_t whole = (bits & 0x7fffffu) | 0x800000u;
-  const uint64_t unit = 0x28be60db9391054aull;
-  uint64_t turn = shift < 0 ? whole * (unit >> -shift) : (whole * unit) << shift;
+  static const uint32_t digits[] = {0u,          0xa2f9836eu, 0x4e441529u, 0xfc2757d1u,
+                                    0xf534ddc0u, 0xdb629599u, 0x3c439041u, 0xfe5163abu};
+  const uint32_t first = (poet_bits(x) >> 23 & 255u) - 120u;
+  const uint64_t whole = (poet_bits(x) & 0x7fffffu) | 0x800000u;
+  uint64_t words[3];
+  for (uint32_t k = 0; k < 3; ++k) {
+    const uint64_t high = digits[first / 32 + k], low = digits[first / 32 + k + 1];
+    words[k] = (high << 32 | low) >> (32 - first % 32) & 0xffffffffu;
+  }
+  uint64_t turn =
+      (whole * words[0] << 32) + whole * words[1] + (whole * words[2] >> 32);
   if (x < 0.0f) turn = 0u - turn;
   const uint64_t nearest = (turn + (1ull << 61)) >> 62;
   *n = (int32_t)nearest;
@@ -196,7 +201,7 @@ static float circular(float x, int32_t shift) {
                                2.7251412e-06f};
   static const float cosine[] = {0.041666668f, -0.0013888398f, 2.4558216e-05f};
   int32_t n;
-  if (!(fabsf(x) < 2147483648.0f)) return poet_nan();
+  if (!poet_is_finite(x)) return poet_nan();
   const float r = fabsf(x) < 65536.0f ? quarter(x, &n) : quarter_of_large(x, &n);
   const float z = r * r;
   n += shift;
