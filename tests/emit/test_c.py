@@ -82,6 +82,8 @@ def test_extreme_elements_are_computed_as_in_jax(tmp_path):
     powers = np.concatenate([powers, [-65, 65, -66, -np.inf, np.nan]]).astype("f")
     grid = np.meshgrid(powers, powers)
     cases += [(lax.pow, grid), (lambda x, y: 1 / lax.pow(x, y), grid)]
+    bases = np.float32([1.1, 0.5, 1, 2])
+    cases += [(lax.pow, (bases, np.array([2**32 - 1, 2**31, 2**31, 3], np.uint32)))]
     cases += [(lax.dot, (bits, bits.T)), (lax.dot, (bits & False, bits.T))]
     for dtype in ("int8", "uint8", "int16", "uint16", "int32", "uint32"):
         rows = np.arange(1, 13).reshape(3, 4) * (

@@ -138,14 +138,17 @@ float poet_erf_inv(float x) {
   return x * polynomial(sqrtf(w) - 3.0f, far, 9);
 }
 
-float poet_power_i(float x, int32_t n) {
-  uint32_t left = n < 0 ? 0u - (uint32_t)n : (uint32_t)n;
+float poet_power_n(float x, uint32_t n) {
   float result = 1.0f;
-  for (; left; left >>= 1) {
-    if (left & 1u) result *= x;
+  for (; n; n >>= 1) {
+    if (n & 1u) result *= x;
     x *= x;
   }
-  return n < 0 ? 1.0f / result : result;
+  return result;
+}
+
+float poet_power_i(float x, int32_t n) {
+  return n < 0 ? 1.0f / poet_power_n(x, 0u - (uint32_t)n) : poet_power_n(x, (uint32_t)n);
 }
 
 uint32_t poet_power_u(uint32_t x, uint32_t n) {

@@ -96,6 +96,7 @@ float poet_erfc(float x);
 float poet_erf_inv(float x);
 float poet_power(float x, float y);
 float poet_power_i(float x, int32_t n);
+float poet_power_n(float x, uint32_t n);
 uint32_t poet_power_u(uint32_t x, uint32_t n);
 float poet_sin(float x);
 float poet_cos(float x);

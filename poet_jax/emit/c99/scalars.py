@@ -148,7 +148,8 @@ def _pow(params: dict[str, Any], args: Sequence[str], dtypes: Sequence[str]) -> 
         raise NoForm
     if is_float(dtypes[1]):
         return f"poet_power({args[0]}, {args[1]})"
-    return f"poet_power_i({args[0]}, (int32_t){args[1]})"
+    suffix = "n" if dtypes[1] == "uint32" else "i"
+    return f"poet_power_{suffix}({args[0]}, {args[1]})"
 
 
 def _shifted(text: str) -> Rule:
