@@ -126,6 +126,13 @@ def test_what_is_empty_has_no_products_and_no_windows(tmp_path):
     assert_alike([*cases, (lambda x: x + 1, (x,))], tmp_path)
 
 
+def test_zeros_have_the_signs_of_jax(tmp_path):
+    zeros, tails = np.float32([0, -0.0]), np.float32([9, 12, 5e3, 1e9, np.inf])
+    odd = jnp.sin, jnp.tanh, jnp.expm1, jnp.log1p, lax.erf, lax.erf_inv, jnp.sign
+    cases = [(lambda x, f=f: 1 / f(x), (zeros,)) for f in odd]
+    assert_alike([*cases, (lambda x: 1 / lax.erfc(x) > 0, (tails,))], tmp_path)
+
+
 def random_reduction(rng):
     shape = tuple(rng.integers(1, 6, rng.integers(1, 5)))
     axes = tuple(np.flatnonzero(rng.random(len(shape)) < 0.5).tolist())

@@ -37,6 +37,7 @@ float poet_exp(float x) {
 }
 
 float poet_expm1(float x) {
+  if (x == 0.0f) return x;
   if (x < 0.34f && x > -0.34f) return x + exp_rest(x);
   if (x > 20.0f || x < -20.0f || x != x) return poet_exp(x) - 1.0f;
   int32_t n;
@@ -85,7 +86,7 @@ float poet_tanh(float x) {
   const float size = fabsf(x);
   if (size > 9.1f) return x > 0.0f ? 1.0f : -1.0f;
   const float e = poet_expm1(2.0f * size), t = e / (e + 2.0f);
-  return x < 0.0f ? -t : t;
+  return poet_bits(x) >> 31 ? -t : t;
 }
 
 float poet_logistic(float x) {
@@ -99,6 +100,7 @@ static float erfc_tail(float x) {
   static const float far[] = {-0.00015004858f, 0.28485230f, 0.26006219f, 0.34651390f,
                               -0.10096012f,    0.56000859f, -0.46898273f, 0.11870566f};
   const float t = 1.0f / (1.0f + 0.5f * x);
+  if (x > 11.0f) return 0.0f;
   return poet_exp(-x * x) * polynomial(t, far, 7);
 }
 
@@ -180,7 +182,8 @@ static float quarter(float x, int32_t *n) {
   return ((x - k * 1.5703125f) - k * 4.83751297e-4f) - k * 7.54978942e-8f;
 }
 
-/* The same from 2^16 to 2^31: x 2 / pi, modulo 4, in units of 2^-62 */
+/* The same from 2^16 on: x 2 / pi modulo 4, in units of 2^-62, by the 96 bits of 2 / pi
+   that matter. Those before them make whole turns. */
 static float quarter_of_large(float x, int32_t *n) {
   static const uint32_t digits[] = {0u,          0xa2f9836eu, 0x4e441529u, 0xfc2757d1u,
                                     0xf534ddc0u, 0xdb629599u, 0x3c439041u, 0xfe5163abu};
@@ -213,7 +216,7 @@ static float circular(float x, int32_t shift) {
   return n & 2 ? -value : value;
 }
 
-float poet_sin(float x) { return circular(x, 0); }
+float poet_sin(float x) { return x == 0.0f ? x : circular(x, 0); }
 float poet_cos(float x) { return circular(x, 1); }
 
 int32_t poet_integer(float x) {
