@@ -242,21 +242,26 @@ def test_the_next_step_finds_the_new_state(name, limit, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "function, names",
+    "function, donated, names",
     [
-        (lambda w, x: {"g": w * x, "w": w - x}, r"result\['g'\] or result\['w'\]"),
-        (lambda w, x: (x[0], (w * x, w - x)), r"result\[1\]\[0\] or result\[1\]\[1\]"),
-        (lambda w, x: (x[0], w * x, w - x), r"result\[1\] or result\[2\]"),
+        (lambda w, x: {"g": w * x, "w": w - x}, 0, r"result\['g'\] or result\['w'\]"),
+        (lambda w, x: (x[0], (w, w - x)), 0, r"result\[1\]\[0\] or result\[1\]\[1\]"),
+        (lambda w, x: (x[0], w * x, w - x), 0, r"result\[1\] or result\[2\]"),
+        (lambda x, w: (w * x, w - x), 1, r"result\[0\] or result\[1\]"),
     ],
-    ids=["names", "inside", "loss first"],
+    ids=["names", "inside", "loss first", "batch first"],
 )
 @pytest.mark.parametrize("limit", [None, 0], ids=["RAM", "storage"])
-def test_results_that_may_both_be_the_new_state_are_refused(function, names, limit):
-    w = np.ones(8, np.float32)
-    store = poet_jax.HostStore()
-    given = w if limit is None else poet_jax.to_storage(w, store, limit)
-    with pytest.raises(ValueError, match=names + " may be the next argument 0"):
-        scheduled(function, given, w, donate_argnums=0)
+def test_results_that_may_both_be_the_new_state_are_refused(
+    function, donated, names, limit
+):
+    w, store = np.ones(8, np.float32), poet_jax.HostStore()
+    given = [w, w]
+    if limit is not None:
+        given[donated] = poet_jax.to_storage(w, store, limit)
+    message = f"{names} may be the next argument {donated}.*return new state first"
+    with pytest.raises(ValueError, match=message):
+        scheduled(function, *given, donate_argnums=donated)
     store.close()
 
 

@@ -367,9 +367,9 @@ def _paired(olds: Sequence[_Part], news: Sequence[_Part]) -> list[tuple[_Part, _
     old, new = (" or ".join(x.name for x in parts) for parts in (olds, news))
     raise ValueError(
         f"{new} may be the next {old}: structure, shapes and types are the same. A C "
-        "program writes new state to the place of the old one. Return the new state of "
-        "the donated arguments first and in their order, and all else after it: "
-        "`return new_state, gradients`."
+        "program writes new state to the place of the old one. Let state be the first "
+        "arguments, donate nothing else, and return new state first, in their order: "
+        "`def step(state, batch): ...; return new_state, gradients`."
     )
 
 
