@@ -120,7 +120,8 @@ class Scheduled:
         Nothing is compiled here, so the budget bounds what the plan has in RAM. Passes
         are those of `passes.for_board`, and workspace is that of C. Arguments that are
         `PagedArray`s are on the board's storage between steps. Raises BudgetTooSmall
-        and CannotTrace.
+        and CannotTrace, and ValueError where several results could be the new state of
+        a donated argument.
         """
         traced = with_own_results(self._function.traced(args, kwargs, least_bytes=0))
         graph, costs = self.priced(traced, for_board(self.passes))

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import serialization, struct
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from poet_jax.api.effects import Effects
 from poet_jax.api.schedule import Schedule
@@ -24,6 +25,7 @@ from poet_jax.flax.losses import (
     donatable,
     explained,
     scalar_and_aux,
+    takes_value,
 )
 from poet_jax.flax.microbatches import Microbatches, Steps, gradients, refuse_statistics
 from poet_jax.stores.store import Store
@@ -44,9 +46,9 @@ class TrainState(struct.PyTreeNode):
       step: int32 scalar, number of updates.
       params: the module's parameters.
       opt_state: the optimizer's state.
-      collections: the other variable collections, such as batch_stats, without those
-        that grow with each call, as sown losses do: they begin anew in each step.
-        What is sown with a `reduce_fn` does not grow, and is carried on.
+      collections: the other variable collections, such as batch_stats, without what
+        grows with each call, as sown losses do: that begins anew in each step. What is
+        sown with a `reduce_fn` does not grow, and is carried on.
       key: typed PRNG key, folded with `step` for each step's dropout.
         `flax.serialization` cannot save a key: replace it by `jax.random.key_data` of
         it, and make that a key again by `jax.random.wrap_key_data`.
@@ -87,13 +89,14 @@ class BoundModel:
     ):
         self.module, self.params = module, params
         self.collections = collections
-        self._kept = tuple(collections)
+        self._kept = flatten_dict(collections)
         self._key = key
 
     @property
     def kept(self) -> dict[str, Any]:
-        """The collections that the state has."""
-        return {name: self.collections[name] for name in self._kept}
+        """What the state has of the collections."""
+        now = flatten_dict(self.collections)
+        return unflatten_dict({path: now[path] for path in self._kept})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         kwargs = _completed(self.module, args, kwargs)
@@ -192,11 +195,14 @@ class TrainStep:
             )
         params = created.pop("params", {})
         _, (_, after) = jax.eval_shape(self._loss, params, created, step_key, batch)
-        created = {
-            name: x
-            for name, x in created.items()
-            if jax.tree.structure(x) == jax.tree.structure(after[name])
-        }
+        later = flatten_dict(after)
+        created = unflatten_dict(
+            {
+                path: x
+                for path, x in flatten_dict(created).items()
+                if jax.tree.structure(x) == jax.tree.structure(later[path])
+            }
+        )
         part, scheme = EVERYTHING, self.scheme
         if scheme is not None:
             part = scheme.of(
@@ -250,8 +256,9 @@ class TrainStep:
         if self.scheme is not None and self.scheme.batch_stats == "keep":
             kept = {"batch_stats"} & state.collections.keys()
             collections |= {name: state.collections[name] for name in kept}
-        update = optax.with_extra_args_support(self.optimizer).update
-        updates, moments = update(grads, state.opt_state, trainable, value=loss)
+        update = self.optimizer.update
+        more = {"value": loss} if takes_value(update) else {}
+        updates, moments = update(grads, state.opt_state, trainable, **more)
         trainable = optax.apply_updates(trainable, updates)
         params, part = part.replace(trainable, state.params)
         new_state = state.replace(

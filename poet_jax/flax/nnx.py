@@ -1,7 +1,6 @@
 """Training steps of `flax.nnx` modules within a memory budget."""
 
 import functools
-import inspect
 import types
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,9 @@ from poet_jax.flax.losses import (
     default_optimizer,
     donatable,
     explained,
+    refuse_trained,
     scalar_and_aux,
+    takes_value,
 )
 from poet_jax.flax.microbatches import (
     Microbatches,
@@ -154,17 +155,6 @@ class PartOptimizer(nnx.Optimizer):
         return updates
 
 
-def _more(optimizer: nnx.Optimizer, loss: jax.Array) -> dict[str, jax.Array]:
-    """What an optimizer's update takes besides gradients: the loss, if it looks."""
-    parameters = inspect.signature(optimizer.update).parameters.values()
-    looks = isinstance(optimizer.tx, optax.GradientTransformationExtraArgs)
-    return (
-        {"value": loss}
-        if looks and any(p.kind is p.VAR_KEYWORD for p in parameters)
-        else {}
-    )
-
-
 class TrainStep:
     """A training step of an nnx module; made by `train_step`.
 
@@ -227,9 +217,15 @@ class TrainStep:
             return self._loss(nnx.merge(graphdef, params, rest, copy=True), batch)[0]
 
         pure = nnx.as_pure(params)
-        part = self.scheme.of(pure, rest, batch, loss=loss)
+        of = functools.partial(self.scheme.of, loss=loss)
+        quantized = self.scheme.quantized
+        if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(pure)):
+            of, quantized = (
+                functools.partial(jax.eval_shape, x) for x in (of, quantized)
+            )
+        part = of(pure, rest, batch)
         self._optimizer = PartOptimizer(self.model, self._optimizer, part)
-        nnx.update(self.model, self.scheme.quantized(pure, part))
+        nnx.update(self.model, quantized(pure, part))
 
     def _loss(self, model: nnx.Module, batch: Any) -> tuple[jax.Array, Any]:
         return scalar_and_aux(self._loss_fn(model, batch))
@@ -266,6 +262,7 @@ class TrainStep:
             with modules.copies(nnx.merge(graphdef, merged, rest)) as replica:
                 loss, aux = self._loss(replica, batch)
                 after, made, rest = modules.split_copies(replica, optimizer.wrt, ...)
+            refuse_trained(merged, nnx.as_pure(made))
             return loss, (aux, rest)
 
         trainable = part.split(params)
@@ -278,7 +275,8 @@ class TrainStep:
         if self.scheme is not None and self.scheme.batch_stats == "keep":
             rest = nnx.filter_state(rest, nnx.Not(nnx.BatchStat))
         nnx.update(model, rest)
-        optimizer.update(model, grads, **_more(optimizer, loss))
+        looks = all(map(takes_value, (optimizer.update, optimizer.tx.update)))
+        optimizer.update(model, grads, **({"value": loss} if looks else {}))
         return loss if aux is None else (loss, aux)
 
     def merged(self) -> nnx.Module:
