@@ -1,5 +1,6 @@
 """What is killed, interrupted or crashes leaves the rest as it was."""
 
+import functools
 import os
 import signal
 import threading
@@ -126,9 +127,11 @@ def test_a_search_that_was_interrupted_is_not_kept(tmp_path):
 WEIGHTS = np.arange(2**14, dtype=np.float32).reshape(2, 64, 128)
 
 
-def slow_step(weights):
-    """About a second, of which JAX looks for Ctrl-C every fifth."""
-    slope = jax.lax.fori_loop(0, 15 * 10**7, lambda _, x: x * 0.5 + 1, weights[0][0, 0])
+def slow_step(tenths, weights):
+    """Takes about so many tenths of a second; JAX looks for Ctrl-C after every two."""
+    slope = jax.lax.fori_loop(
+        0, tenths * 15 * 10**6, lambda _, x: x * 0.5 + 1, weights[0][0, 0]
+    )
     return [w * slope for w in weights]
 
 
@@ -141,8 +144,9 @@ def test_ctrl_c_leaves_an_interrupted_step_the_pages_that_it_writes(tmp_path):
     def state():
         return poet_jax.to_storage(list(WEIGHTS), store, 1)
 
+    fun = functools.partial(slow_step, 5)
     options = OPTIONS | {"executor": poet_jax.HostExecutor(store)}
-    step = poet_jax.schedule(slow_step, "1GiB", donate_argnums=0, **options)
+    step = poet_jax.schedule(fun, "1GiB", donate_argnums=0, **options)
     given = state()
     held_bytes = store.nbytes
     with interrupted_waits(2), pytest.raises(KeyboardInterrupt):
@@ -154,7 +158,8 @@ def test_ctrl_c_leaves_an_interrupted_step_the_pages_that_it_writes(tmp_path):
 
 
 def test_no_step_begins_before_an_interrupted_one_has_ended():
-    step = poet_jax.schedule(slow_step, "1GiB", donate_argnums=0, **OPTIONS)
+    fun = functools.partial(slow_step, 10)
+    step = poet_jax.schedule(fun, "1GiB", donate_argnums=0, **OPTIONS)
     states = [list(map(jnp.array, WEIGHTS)) for _ in range(3)]
     step.plan(states[0])
     with interrupted_waits(len(states)):
