@@ -14,7 +14,6 @@ from poet_jax.core.errors import BudgetTooSmall, PlanInvalid
 from poet_jax.core.graph import Graph
 from poet_jax.core.plan import (
     BasePlanner,
-    Budget,
     BudgetLike,
     Plan,
     Planner,
@@ -22,7 +21,6 @@ from poet_jax.core.plan import (
     is_percentage,
     parse_budget,
 )
-from poet_jax.core.units import parse_percent
 from poet_jax.emit import compile_within, keep_all_bytes
 from poet_jax.emit.executor import Step
 from poet_jax.planners.planner import Judged, fits, keep_everything, objective_of
@@ -42,7 +40,7 @@ def make_schedule(
     plan exceeds the budget.
     """
     most_bytes = keep_everything(graph, costs).usage.peak_bytes
-    limits = _limits(budget, most_bytes).on_storage_of(store_bytes, graph)
+    limits = parse_budget(budget, most_bytes).on_storage_of(store_bytes, graph)
     return _within(Schedule.of(graph, costs, limits, planner(graph, costs, limits)))
 
 
@@ -82,7 +80,7 @@ class Compilation:
             learnt = functools.partial(cache.learnt, graph, costs, budget, planner)
             self.facts = target.processes.agree(learnt)
         self.most_bytes = self._most_bytes() if most_bytes is None else most_bytes
-        limits = _limits(budget, self.most_bytes)
+        limits = parse_budget(budget, self.most_bytes)
         self.limits = limits.on_storage_of(store_bytes, graph)
 
     def _most_bytes(self) -> int:
@@ -197,13 +195,6 @@ class Compilation:
         return _within(
             dataclasses.replace(schedule, step=step, compilations=compilations)
         )
-
-
-def _limits(budget: BudgetLike, keep_all_bytes: int) -> Budget:
-    """`budget` in bytes: a percentage is of `keep_all_bytes`, and at least a byte."""
-    if is_percentage(budget) and parse_percent(str(budget)) * keep_all_bytes < 1:
-        return Budget(1)
-    return parse_budget(budget, keep_all_bytes)
 
 
 def _within(schedule: Schedule) -> Schedule:

@@ -64,7 +64,8 @@ def save_paged(
 
     Arrays may be `PagedArray`s; one at a time is in RAM. An existing file is replaced
     once the new one is complete on storage. `metadata` goes into its header. Raises
-    ValueError for a dtype that the format lacks, such as typed PRNG keys, and OSError.
+    ValueError for a dtype that the format lacks, such as typed PRNG keys, for what is
+    no array, and for a name that is no string or "__metadata__"; and OSError.
     """
     write(path, arrays, metadata or {})
 

@@ -98,7 +98,8 @@ def check_budget(budget: BudgetLike) -> None:
 def parse_budget(budget: BudgetLike, keep_all_bytes: int | None = None) -> Budget:
     """A `Budget` from bytes, `"64MiB"`, or `"30%"` of `keep_all_bytes`.
 
-    Without `keep_all_bytes` a percentage is only checked. Raises ValueError.
+    Without `keep_all_bytes` a percentage is only checked. One of a few bytes is at
+    least one. Raises ValueError.
     """
     if isinstance(budget, Budget):
         return budget
@@ -106,7 +107,7 @@ def parse_budget(budget: BudgetLike, keep_all_bytes: int | None = None) -> Budge
         if is_percentage(budget):
             fraction = parse_percent(budget)
             nbytes = fraction * (keep_all_bytes or 2**30)
-            return Budget(nbytes + 1e-6)  # type: ignore[arg-type]
+            return Budget(max(1, nbytes + 1e-6))  # type: ignore[arg-type]
         try:
             nbytes = parse_bytes(budget)
         except ValueError as error:

@@ -122,6 +122,15 @@ def schedule(
     return ScheduledModules(step, scheduled)
 
 
+def _made(fun: Callable, params: Any, *args: Any) -> Any:
+    """`fun(params, *args)`, as shapes for the shapes of an abstract model."""
+    leaves = jax.tree.leaves(params)
+    is_abstract = any(isinstance(x, jax.ShapeDtypeStruct) for x in leaves)
+    return (functools.partial(jax.eval_shape, fun) if is_abstract else fun)(
+        params, *args
+    )
+
+
 class PartOptimizer(nnx.Optimizer):
     """An optimizer for a part of a model's parameters, with state for that alone.
 
@@ -131,7 +140,10 @@ class PartOptimizer(nnx.Optimizer):
 
     def __init__(self, model: nnx.Module, tx: optax.GradientTransformation, part: Part):
         def init(params):
-            return tx.init(part.split(nnx.as_pure(params)))
+            def of_part(params, part):
+                return tx.init(part.split(params))
+
+            return _made(of_part, nnx.as_pure(params), part)
 
         super().__init__(
             model, optax.GradientTransformation(init, tx.update), wrt=nnx.Param

@@ -516,6 +516,31 @@ def test_sown_losses_begin_anew_in_each_step(microbatches):
     assert state.collections == {}
 
 
+class Counted(nn.Module):
+    """A collection of what is sown and of a variable."""
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(8)(x)
+        self.sow("state", "size", jnp.mean(x**2))
+        calls = self.variable("state", "calls", lambda: jnp.zeros(()))
+        calls.value += 1
+        return x * calls.value
+
+
+def test_variables_beside_what_is_sown_are_carried_on():
+    def loss_fn(model, batch):
+        error = jnp.square(model(batch[0]) - batch[1]).mean()
+        return error, model.collections["state"]["calls"]
+
+    step = train_step(Counted(), "1GiB", loss_fn=loss_fn)
+    state = step.init(KEY, BATCH)
+    for calls in (2, 3, 4):
+        state, metrics = step(state, BATCH)
+        assert metrics["aux"] == calls
+    assert state.collections == {"state": {"calls": 4}}
+
+
 class Placed(nn.Module):
     """Takes `train` by position, as do its methods."""
 

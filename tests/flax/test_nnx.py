@@ -11,10 +11,12 @@ from flax import nnx
 from toy import OPTIONS, STAGES, tightest
 
 import poet_jax
+from poet_jax.update import Update, lora
 
 OPTIONS = OPTIONS | {"executor": STAGES}
 train_step = functools.partial(poet_jax.train_step, **OPTIONS)
 schedule = functools.partial(poet_jax.nnx.schedule, **OPTIONS)
+LORA, NORM = lora(2), Update({"**/kernel": 0.5}, channels="norm")
 TIGHT = "80%"  # every model below repeats or pages something within it
 IMAGES = jax.random.normal(jax.random.key(0), (4, 6, 6, 3))
 TOKENS = jax.random.randint(jax.random.key(1), (4, 8), 0, 16)
@@ -417,6 +419,67 @@ def test_what_a_loss_fn_changes_in_the_model_stays_changed():
     for _ in range(3):
         step((VECTORS, VECTORS))
     assert int(model.calls[...]) == 3 and model.mode == "used"
+
+
+class Clipped(MLP):
+    def __call__(self, x):
+        kernel = nnx.state(self, nnx.PathContains("kernel"))
+        nnx.update(self, jax.tree.map(lambda x: jnp.clip(x, -0.1, 0.1), kernel))
+        return super().__call__(x)
+
+
+class Renewed(MLP):
+    def __call__(self, x):
+        self.more = nnx.Param(jnp.ones(8))
+        return super().__call__(x) * self.more
+
+
+@pytest.mark.parametrize("kind", [Clipped, Renewed])
+@pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"update": LORA}])
+def test_a_loss_fn_that_changes_what_is_trained_is_refused(kind, options):
+    """Its changes would be lost, or the gradients not be those of what is there."""
+    model = kind(nnx.Rngs(0))
+    before = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    with pytest.raises(poet_jax.CannotTrace, match="loss_fn changes the parameter"):
+        train_step(model, "1GiB", **options)((VECTORS, VECTORS))
+    after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_an_optimizer_that_looks_at_the_loss_is_given_it(accumulated):
+    tx = optax.chain(optax.sgd(0.05), optax.contrib.reduce_on_plateau(patience=1))
+    tx = optax.MultiSteps(tx, 2).gradient_transformation() if accumulated else tx
+    options = {"optimizer": tx, "loss_fn": lambda m, b: jnp.mean((m(b[0]) - b[1]) ** 2)}
+    model, other = MLP(nnx.Rngs(0)), MLP(nnx.Rngs(0))
+    step = train_step(model, "1GiB", **options)
+    optimizer = nnx.Optimizer(other, tx, wrt=nnx.Param)
+
+    @nnx.jit
+    def plain(model, optimizer, batch):
+        loss, gradients = nnx.value_and_grad(options["loss_fn"])(model, batch)
+        optimizer.update(model, gradients, value=loss)
+        return loss
+
+    batch = VECTORS, VECTORS
+    pairs = [(step(batch), plain(other, optimizer, batch)) for _ in range(4)]
+    np.testing.assert_allclose(*np.transpose(pairs), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [None, LORA, lora(2, quantize="int8"), NORM],
+    ids=["all", "lora", "quantized", "norm"],
+)
+def test_an_abstract_model_is_planned_as_the_model_is(update):
+    def planned(model):
+        step = train_step(model, "1GiB", update=update)
+        usage = step.plan((VECTORS, VECTORS)).usage
+        return usage.peak_bytes, usage.seconds
+
+    abstract = nnx.eval_shape(lambda: MLP(nnx.Rngs(0)))
+    assert planned(abstract) == planned(MLP(nnx.Rngs(0)))
 
 
 def test_an_error_leaves_the_model_as_it_was():
