@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from boards import FLAGS, normal, results, scheduled
 from jax import lax
+from strategies import DEVICE
 
 import poet_jax
 from poet_jax.core.graph import Node
@@ -107,7 +108,7 @@ def test_state_that_is_read_after_its_successor_is_refused(store, tmp_path):
     (old,) = program.graph.stored
     rows[out + 1 : out + 1] = [Free(old), PageIn(old)]
     again = dataclasses.replace(program, instructions=tuple(rows))
-    changed = types.SimpleNamespace(program=again, usage=schedule.usage)
+    changed = types.SimpleNamespace(program=again, usage=schedule.usage, step=None)
     with pytest.raises(ValueError, match="one place for both"):
         poet_jax.emit.c(changed, tmp_path / "project", arguments)
 
@@ -147,3 +148,18 @@ def test_a_kernel_that_is_read_reversed_is_no_second_array(tmp_path):
     assert schedule.usage.peak_bytes < 1.5 * kernel.nbytes
     (found,) = results(schedule, tmp_path, (kernel, x))
     np.testing.assert_allclose(found, jax.jit(step)(kernel, x), rtol=1e-4, atol=1e-4)
+
+
+def test_state_on_storage_is_planned_for_a_board(store, tmp_path):
+    """For this machine, small arrays beside it would be no state."""
+    weights = poet_jax.to_storage([np.ones((64, 64), "f")], store, 1)
+    step = poet_jax.schedule(
+        lambda w: [w[0] * 2],
+        "1GiB",
+        donate_argnums=0,
+        planner=poet_jax.greedy,
+        device=DEVICE,
+        executor=poet_jax.HostExecutor(store),
+    )
+    with pytest.raises(ValueError, match="Use Scheduled.plan_for_board"):
+        poet_jax.emit.c(step.plan(weights), tmp_path / "project", (weights,))

@@ -55,6 +55,8 @@ class Scheduled(Protocol):
     def program(self) -> Program: ...
     @property
     def usage(self) -> Usage: ...
+    @property
+    def step(self) -> Any: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,8 +118,8 @@ def c(
     their places. `poet_storage.bin` is what has to lie there before `poet_init`.
 
     Args:
-      schedule: of `Scheduled.plan`, or of `Scheduled.plan_for_board`, which compiles
-        nothing here.
+      schedule: of `Scheduled.plan_for_board`, which compiles nothing here, or of
+        `Scheduled.plan`, without state on storage.
       folder: is made; files of an earlier project are written over.
       arguments: of the function, as for a call: the state's first value, and a batch
         for the test. Numbers are made up where it is left out.
@@ -130,6 +132,11 @@ def c(
     """
     program = expanded(schedule.program)
     graph = program.graph
+    if graph.stored and schedule.step is not None:
+        raise ValueError(
+            "The schedule has state on storage and is compiled for this machine, where "
+            "the caller holds the rest of the state. Use Scheduled.plan_for_board."
+        )
     _refuse(graph, program)
     leaves = _leaves(graph, arguments)
     flash = _flash(graph, leaves, flash_argnums)
