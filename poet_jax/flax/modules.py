@@ -14,6 +14,8 @@ from typing import Any
 import jax
 from flax import nnx
 
+from poet_jax.core.errors import CannotTrace
+
 _TAG = "poet_jax"
 
 
@@ -43,7 +45,11 @@ def split(args: Any, kwargs: Any) -> tuple[Any, Any, Any, list[Any]]:
 
 def call(step: Any, structure: Any, variables: Any, rest: Any) -> Any:
     """`step` on copies of the modules of `split`: their variables afterwards, its
-    result, a `Structure`, and arrays that are others than before."""
+    result, a `Structure`, and arrays that are others than before.
+
+    Raises CannotTrace for an attribute that is neither an array of the module nor a
+    constant.
+    """
     tree, is_module, graphdef = structure
     arrays, others = rest
     with copies(nnx.merge(graphdef, variables, arrays)) as modules:
@@ -52,6 +58,13 @@ def call(step: Any, structure: Any, variables: Any, rest: Any) -> Any:
         args, kwargs = jax.tree.unflatten(tree, leaves)
         result = step(*args, **kwargs)
         graphdef, variables, after = split_copies(modules, nnx.Variable, ...)
+    try:
+        hash(graphdef)
+    except TypeError as error:
+        raise CannotTrace(
+            "The step sets a plain attribute of a module to what is no constant "
+            f"({error}). Assign nnx.data(array) for an array, or an nnx.Variable."
+        ) from error
     known = dict(nnx.to_flat_state(arrays))
     same, changed = [], []
     for path, x in nnx.to_flat_state(after):

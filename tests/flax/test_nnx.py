@@ -592,6 +592,17 @@ def test_objects_are_those_that_nnx_jit_leaves(change):
     jax.tree.map(close, (our_state, our_totals), (state, totals))
 
 
+def test_a_traced_array_is_no_plain_attribute():
+    def step(model, x):
+        model.total = x.sum()
+        return model.total
+
+    model = MLP(nnx.Rngs(0))
+    with pytest.raises(poet_jax.CannotTrace, match="Assign nnx.data"):
+        schedule(step, "1GiB")(model, VECTORS)
+    assert not hasattr(model, "total")
+
+
 def test_a_scheduled_method_binds_as_one():
     class Model(MLP):
         @schedule(budget="1GiB")
