@@ -193,6 +193,22 @@ def test_parts_chosen_anew_make_a_plan_better_or_leave_it(case):
     assert exact.bound * (1 - 1e-6) <= state.least() <= first
 
 
+@pytest.mark.parametrize("objective, unit", [("energy", "joules"), ("time", "seconds")])
+@examples(25)
+@given(case=budgeted_graphs(min_nodes=4, max_nodes=12))
+def test_no_plan_costs_more_than_greedys(objective, unit, case):
+    graph, costs, memory_bytes = case
+    budget = poet_jax.Budget(memory_bytes)
+    planner = poet_jax.MilpPlanner("HIGHS", objective=objective)
+    plans = [attempt(x, graph, costs, budget) for x in (planner, poet_jax.greedy)]
+    if all(isinstance(plan, poet_jax.Plan) for plan in plans):
+        usages = [
+            poet_jax.simulate(poet_jax.lower(graph, plan), costs) for plan in plans
+        ]
+        ours, greedys = (getattr(usage, unit) for usage in usages)
+        assert ours <= greedys * (1 + 2 * planner.gap)
+
+
 @by_solver
 @examples(30)
 @given(

@@ -6,6 +6,7 @@ gap or time is up. Every plan is repaired, prefetched and judged by the simulato
 
 import dataclasses
 import fnmatch
+import itertools
 import logging
 import numbers
 import time
@@ -160,8 +161,9 @@ def _matching(graph: Graph, pin: str, patterns: Iterable[str]) -> set[int]:
 
 
 class _Evictions:
-    """A source: what evicting with both means comes to, and with each alone; in a graph
-    of many nodes, no more of them once a program led to a plan."""
+    """A source: what evicting with both means comes to, and with each alone, by the
+    planner's objective and by energy; in a graph of many nodes, no more of them once a
+    program led to a plan."""
 
     share = 1 / 4
 
@@ -176,11 +178,12 @@ class _Evictions:
         self, state: State, budget: Budget
     ) -> Iterator[tuple[float, Judged | None]]:
         planner = state.planner
-        parts = state.graph, state.costs, budget, planner.objective
+        parts = state.graph, state.costs, budget
+        objectives = dict.fromkeys((planner.objective, "energy"))
         remat, paging = planner.remat, planner.paging
-        means = {(remat, paging), (remat, False), (False, paging)}
-        for with_remat, with_paging in sorted(means, reverse=True):
-            for judged in improving(*parts, with_remat, with_paging):
+        means = sorted({(remat, paging), (remat, False), (False, paging)}, reverse=True)
+        for objective, allowed in itertools.product(objectives, means):
+            for judged in improving(*parts, objective, *allowed):
                 if state.solved and state.best is not None and not self.few:
                     return
                 yield 0.0, judged
