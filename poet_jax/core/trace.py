@@ -49,7 +49,8 @@ def trace(fun: Callable, *args: Any, **kwargs: Any) -> Graph:
 
     `fun` may be a `jax.jit` result; its static and donated arguments are honoured.
     Arguments are pytrees of arrays or `jax.ShapeDtypeStruct`s; nothing is computed.
-    Raises CannotTrace from JAX's error, with the place in the caller's code.
+    Raises CannotTrace from JAX's error, with the place in the caller's code, and the
+    package's own ValueErrors as they are.
     """
     jitted = fun if hasattr(fun, "trace") else jax.jit(fun)
     try:
@@ -57,6 +58,8 @@ def trace(fun: Callable, *args: Any, **kwargs: Any) -> Graph:
     except CannotTrace:
         raise  # is more specific than the error below
     except Exception as error:
+        if isinstance(error, ValueError) and _is_own(error):
+            raise
         name = getattr(fun, "__name__", type(fun).__name__)
         lines = [x for x in map(str.strip, str(error).splitlines()) if x]
         lines = lines or [type(error).__name__]
@@ -87,13 +90,14 @@ def trace_body(jaxpr: Any) -> Graph:
     return _Builder(()).body(jaxpr)
 
 
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 # Frames that are not the caller's: Python's, installed packages' and this package's.
-_INSTALLED = tuple(
-    os.path.join(folder, "")
-    for folder in (
-        *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-        os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
-    )
+_INSTALLED = (
+    *(
+        os.path.join(sysconfig.get_path(name), "")
+        for name in ("stdlib", "purelib", "platlib")
+    ),
+    _PACKAGE,
 )
 
 
@@ -104,6 +108,12 @@ def _place(error: BaseException) -> str:
             file = os.path.basename(frame.filename)
             return f" at {file}:{frame.lineno} in {frame.name}"
     return ""
+
+
+def _is_own(error: BaseException) -> bool:
+    """Whether the package itself raised it, and so says what to write instead."""
+    *_, frame = traceback.extract_tb(error.__traceback__)
+    return os.path.abspath(frame.filename).startswith(_PACKAGE)
 
 
 class _Builder:

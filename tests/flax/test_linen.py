@@ -541,6 +541,16 @@ def test_variables_beside_what_is_sown_are_carried_on():
     assert state.collections == {"state": {"calls": 4}}
 
 
+def test_a_scheme_is_refused_alike_with_state_on_storage(tmp_path):
+    messages = []
+    for store in (None, poet_jax.FileStore(tmp_path)):
+        step = train_step(MLP(), "1GiB", update={"head/*": 1.0})
+        with pytest.raises(ValueError, match="No parameter matches") as caught:
+            step.init(KEY, BATCH, store=store)
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
 class Placed(nn.Module):
     """Takes `train` by position, as do its methods."""
 
