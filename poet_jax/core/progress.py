@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 _SECONDS = 0.5  # between updates
+# Of a stream that is None, has no `isatty`, is closed, or whose reader is gone.
+_UNUSABLE = AttributeError, ValueError, OSError
 
 
 def counted(items: Iterable, total: int, label: str) -> Iterable[Any]:
@@ -23,14 +25,15 @@ def line(text: Callable[[], str], show: bool = True) -> Iterator[None]:
 
     Nothing is shown if `show` is False or standard error is no terminal.
     """
-    if not (show and sys.stderr.isatty()):
+    stream = sys.stderr
+    if not (show and _is_terminal(stream)):
         yield
         return
     done = threading.Event()
 
     def rewrite() -> None:
         while not done.wait(_SECONDS):
-            print(f"\r\x1b[K{text()}", end="", file=sys.stderr, flush=True)
+            _write(stream, text())
 
     thread = threading.Thread(target=rewrite, daemon=True)
     thread.start()
@@ -39,4 +42,17 @@ def line(text: Callable[[], str], show: bool = True) -> Iterator[None]:
     finally:
         done.set()
         thread.join()
-        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+        _write(stream, "")
+
+
+def _is_terminal(stream: Any) -> bool:
+    try:
+        return stream.isatty()
+    except _UNUSABLE:
+        return False
+
+
+def _write(stream: Any, text: str) -> None:
+    """Replace the line by `text`, if the stream still takes it."""
+    with contextlib.suppress(*_UNUSABLE):
+        print(f"\r\x1b[K{text}", end="", file=stream, flush=True)
