@@ -1,7 +1,9 @@
 """Items of a step that a search may leave out, and the step's graph without them."""
 
+import contextlib
 import dataclasses
 import itertools
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -66,8 +68,17 @@ class Items:
                 f"are {', '.join(map(repr, update.fractions))}. Use a train_step whose "
                 "update has a fraction for each item."
             )
+        gains = {pattern: _finite(pattern, gain) for pattern, gain in gains.items()}
         self._scheduled, self._update = step.scheduled, update
         self._patterns = [pattern for pattern, gain in gains.items() if gain > 0]
+        always = (x for pattern, x in update.fractions.items() if pattern not in gains)
+        if not (self._patterns or any(always)):
+            raise ValueError(
+                f"No gain is above 0, got {gains}, so nothing would be trained. A "
+                "search chooses among items of a gain above 0, and always trains "
+                "patterns that have no gain. Give an item a gain above 0, or leave it "
+                "out of `gains`."
+            )
         self.gains = [gains[pattern] for pattern in self._patterns]
         self.all = frozenset(range(len(self.gains)))
         self._searched = frozenset(gains)
@@ -222,6 +233,17 @@ class Items:
         """Schedule of the step that trains `chosen`. Raises BudgetTooSmall."""
         graph, costs = self._priced(chosen)
         return make_schedule(graph, costs, self.budget, self._scheduled.planner)
+
+
+def _finite(pattern: str, gain: Any) -> float:
+    """A gain as a float. Raises ValueError for what is no finite number."""
+    with contextlib.suppress(TypeError, OverflowError):
+        if math.isfinite(gain):
+            return float(gain)
+    raise ValueError(
+        f"The gain of {pattern!r} must be a finite number, got {gain!r}. An item whose "
+        f"gain is not above 0 is never chosen. Use for example {{{pattern!r}: 0.5}}."
+    )
 
 
 class _Leaves(NamedTuple):

@@ -149,9 +149,11 @@ def search(
     optimizer that makes updates depend on all gradients, such as clipping by global
     norm, as it ties all items together.
 
-    Raises BudgetTooSmall if not even the patterns always trained fit, and ValueError
-    for gains of unknown patterns, for a step without an `Update` of fractions (those
-    of `last_blocks` and `lora` have none), and for state on storage.
+    Raises BudgetTooSmall if not even the patterns always trained fit. Raises ValueError
+    for gains of unknown patterns and for those that are not finite. Raises it, too, if
+    no gain is above 0 and no pattern is always trained, for a step without an `Update`
+    of fractions (those of `last_blocks` and `lora` have none), and for state on
+    storage.
     """
     since = time.monotonic()
     arrays = step.array_step(*args)
@@ -172,10 +174,11 @@ def search(
         y = program.chosen.items
         for chosen in refused:  # (14) supersets need no less memory
             program.model += xsum(y[k] for k in chosen) <= len(chosen) - 1
-        program.model += program.chosen.loss() <= items.gain(items.all) - least
+        unit, most = program.chosen.unit, items.gain(items.all)
+        program.model += program.chosen.loss() <= (most - least) / unit
         seconds = min(seconds_left(), time_limit_seconds / 10)
         solution = program.model.optimize(max(2.0, seconds))
-        limit = items.gain(items.all) - solution.bound
+        limit = most - solution.bound * unit
         if solution.values is None:
             return None, least if solution.infeasible else limit
         return frozenset(k for k in items.all if solution.values[y[k].idx] > 0.5), limit

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from checks import assert_three_sentences
 from flax import nnx
 
 import poet_jax
@@ -158,6 +159,39 @@ def test_an_interrupted_analysis_goes_on_where_it_was(tmp_path):
     gains = contributions(score, {"a": 1.0, "b": 0.5}, always=ALWAYS, path=path)
     assert len(asked) == 4  # the two before the interruption are not asked again
     assert gains == pytest.approx({"a": 0.1, "b": 0.1})
+
+
+def test_what_is_chosen_does_not_depend_on_the_unit_of_gains():
+    step, args = step_and_args("nnx", EVERYTHING)
+    most = step.plan(*args).baseline
+    budget = poet_jax.Budget(int(0.6 * most.peak_bytes), 0.8 * most.seconds)
+    step, args = step_and_args("nnx", EVERYTHING, budget)
+    whole = search(step, *args, gains=GAINS)
+    assert 0 < len(whole.items) < len(GAINS)
+    for unit in (1e-9, 1e9):
+        gains = {item: unit * gain for item, gain in GAINS.items()}
+        found = search(step, *args, gains=gains)
+        assert found.items == whole.items
+        assert found.gain == pytest.approx(unit * whole.gain)
+        assert found.bound == pytest.approx(unit * whole.bound)
+
+
+@pytest.mark.parametrize(
+    ("gains", "says"),
+    [
+        ({"head/**": float("nan")}, r"'head/\*\*' must be a finite number, got nan"),
+        ({"head/**": float("inf")}, "must be a finite number, got inf"),
+        ({"head/**": 10**400}, "must be a finite number, got 1000"),
+        ({"head/**": "much"}, "must be a finite number, got 'much'"),
+        (dict.fromkeys(EVERYTHING, 0.0), "No gain is above 0, got {'blocks_0"),
+        (dict.fromkeys(EVERYTHING, -1.0), "or leave it out of `gains`"),
+    ],
+)
+def test_gains_that_choose_nothing_are_refused(gains, says):
+    step, args = step_and_args("nnx", EVERYTHING)
+    with pytest.raises(ValueError, match=says) as caught:
+        search(step, *args, gains=gains)
+    assert_three_sentences(caught.value)
 
 
 def test_nothing_fits_and_bad_gains_are_named():

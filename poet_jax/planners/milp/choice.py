@@ -28,11 +28,14 @@ class Chosen:
 
     Attributes:
       items: [K] binaries.
+      unit: the gain that counts as one in the model, as solvers stop at absolute
+        differences, too.
     """
 
     def __init__(self, model: Model, choice: Choice):
         self.model, self.choice = model, choice
         self.items = [model.add_var(binary=True) for _ in choice.gains]
+        self.unit = max(choice.gains, default=1.0)
         self._runs: dict[frozenset[int], Any] = {}
 
     def runs(self, node: int) -> Any:
@@ -67,6 +70,7 @@ class Chosen:
         return result
 
     def loss(self) -> Any:
-        """What the items that are left out would gain: the objective. (13)"""
+        """What the items that are left out would gain, in `unit`s: the objective.
+        (13)"""
         worth = zip(self.choice.gains, self.items, strict=True)
-        return xsum(float(gain) * (1 - y) for gain, y in worth)
+        return xsum(gain / self.unit * (1 - y) for gain, y in worth)
