@@ -86,8 +86,8 @@ class Front:
         for point in self.points:
             plan, usage = point.plan, point.usage
             base = self.baseline
-            energy = usage.joules / base.joules - 1 if base.joules else 0.0
-            late = usage.seconds / base.seconds - 1 if base.seconds else 0.0
+            energy = _ratio(usage.joules, base.joules) - 1
+            late = _ratio(usage.seconds, base.seconds) - 1
             rows.append(
                 (
                     format_bytes(point.budget.memory_bytes),
@@ -119,28 +119,24 @@ class Front:
 
     def _draw(self, figure: Any) -> None:
         base = self.baseline
-        memory = [100 * p.usage.peak_bytes / base.peak_bytes for p in self.points]
-        energy = [p.usage.joules / base.joules for p in self.points]
+        memory = [_ratio(p.usage.peak_bytes, base.peak_bytes) for p in self.points]
+        energy = [_ratio(p.usage.joules, base.joules) for p in self.points]
+        time = [_ratio(p.usage.seconds, base.seconds) for p in self.points]
+        bound = [
+            (1 - p.plan.gap) * joules
+            for p, joules in zip(self.points, energy, strict=True)
+        ]
         lines = {
             "energy (modelled)": (energy, "o-"),
-            "time (modelled)": (
-                [p.usage.seconds / base.seconds for p in self.points],
-                "s--",
-            ),
-            "bound on the objective": (
-                [
-                    p.plan.bound / p.plan.objective * joules
-                    for p, joules in zip(self.points, energy, strict=True)
-                ],
-                ":",
-            ),
+            "time (modelled)": (time, "s--"),
+            "bound on the objective": (bound, ":"),
         }
         axes = figure.subplots()
         for label, (ratios, style) in lines.items():
-            axes.plot(memory, [100 * (x - 1) for x in ratios], style, label=label)
-        axes.axvline(
-            100 * self.least_bytes / base.peak_bytes, color="black", linewidth=0.8
-        )
+            extra = [100 * (x - 1) for x in ratios]
+            axes.plot([100 * x for x in memory], extra, style, label=label)
+        least = _ratio(self.least_bytes, base.peak_bytes)
+        axes.axvline(100 * least, color="black", linewidth=0.8)
         axes.set_xlabel("memory (% of keep-all)")
         axes.set_ylabel("extra over keep-all (%)")
         axes.legend()
@@ -177,14 +173,15 @@ def pareto(
         )
     planner = MilpPlanner() if planner is None else BasePlanner.of(planner)
     baseline = keep_everything(graph, costs).usage
-    chosen = [parse_budget(budget, baseline.peak_bytes) for budget in budgets or ()]
-    smallest_bytes = least_bytes = baseline.peak_bytes
+    most_bytes = max(1, baseline.peak_bytes)  # as no budget is smaller
+    chosen = [parse_budget(budget, most_bytes) for budget in budgets or ()]
+    smallest_bytes = least_bytes = 1
     try:
         planner(graph, costs, Budget(1).on_storage_of(store_bytes, graph))
     except BudgetTooSmall as error:
         smallest_bytes, least_bytes = error.smallest_bytes, error.least_bytes
     if budgets is None:
-        step = (baseline.peak_bytes - smallest_bytes) / (POINTS - 1)
+        step = (most_bytes - smallest_bytes) / (POINTS - 1)
         chosen = [Budget(smallest_bytes + round(i * step)) for i in range(1, POINTS)]
     larger = {budget for budget in chosen if budget.memory_bytes > smallest_bytes}
     asked = [Budget(smallest_bytes), *sorted(larger, key=_limits)]
@@ -224,6 +221,11 @@ def pareto(
         for budget, plan in zip(chosen, plans, strict=True)
     ]
     return Front(tuple(points), smallest_bytes, least_bytes, baseline)
+
+
+def _ratio(used: float, base: float) -> float:
+    """How much is used for each that keep-all uses; 1 where that is none."""
+    return used / base if base else 1.0
 
 
 def _limits(budget: Budget) -> tuple[float, float, float]:

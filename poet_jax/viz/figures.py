@@ -96,7 +96,7 @@ def draw_step(figure: Any, planned: Planned) -> None:
     """
     program, usage, base = planned.program, planned.usage, planned.baseline
     budget_bytes = planned.budget.memory_bytes
-    most = max(base.peak_bytes, usage.peak_bytes)
+    most = max(base.peak_bytes, usage.peak_bytes, 1)
     size, size_name = _unit(
         most, {"GiB": 2.0**30, "MiB": 2.0**20, "KiB": 2.0**10, "B": 1.0}
     )
@@ -205,7 +205,7 @@ def _draw_matrices(
         if first < 0:
             axes.axvline(-0.5, color="black", linewidth=0.6)
     panels[0].set_ylabel("stage")
-    panels[0].set_xlim(first - 0.5, count - 0.5)
+    panels[0].set_xlim(first - 0.5, max(count, 1) - 0.5)
     panels[0].set_ylim(count + 0.5, -0.5)
     for axis in (panels[0].xaxis, panels[0].yaxis):
         axis.get_major_locator().set_params(integer=True)

@@ -1,5 +1,7 @@
 """The front of memory against cost: monotone, within its budgets, with a true bound."""
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -104,3 +106,38 @@ def test_a_function_has_a_front_that_prints_and_plots(tmp_path):
     assert text.count("OPTIMAL") + text.count("FEASIBLE") + text.count("HEUR") >= 3
     front.plot(tmp_path / "front.png")
     assert (tmp_path / "front.png").stat().st_size > 10_000
+
+
+WITHOUT_COST = {
+    "identity": (lambda x: x, X),
+    "constant": (lambda: jnp.ones(3),),
+    "no bytes": (lambda x: x * 2, jnp.ones((0, 5))),
+    "nothing": (lambda: None,),
+}
+
+
+@pytest.mark.parametrize("budgets", [None, ["50%", "100%"]])
+@pytest.mark.parametrize("step", WITHOUT_COST.values(), ids=WITHOUT_COST)
+def test_a_step_that_costs_nothing_has_a_front(step, budgets, tmp_path):
+    fun, *args = step
+    front = poet_jax.schedule(fun, "100%", **OPTIONS).pareto(*args, budgets=budgets)
+    assert {point.usage.joules for point in front.points} == {front.baseline.joules}
+    most_bytes = max(1, front.baseline.peak_bytes)
+    assert front.points[-1].budget.memory_bytes == most_bytes
+    assert "+0.0% s, +0.0% J" in str(front) and "<svg" in front._repr_html_()
+    front.plot(tmp_path / "front.svg")
+    assert "</svg>" in (tmp_path / "front.svg").read_text()
+
+
+@pytest.mark.parametrize("planner", [None, poet_jax.greedy])
+def test_the_smallest_budget_may_be_one_byte(planner):
+    """The first node runs again after the second, whose result nothing reads."""
+    values = tuple(poet_jax.core.Value(f"v{n}", int(n < 2)) for n in range(3))
+    reads = (), (), (0,)
+    nodes = [poet_jax.core.Node(f"n{n}", r, (n,)) for n, r in enumerate(reads)]
+    zeros = np.zeros(3)
+    nbytes = np.array([1, 1, 0])
+    costs = poet_jax.Costs(zeros, zeros, 0 * nbytes, nbytes, *(zeros,) * 4)
+    front = poet_jax.pareto(poet_jax.Graph(values, tuple(nodes)), costs, None, planner)
+    assert front.baseline.peak_bytes == 2
+    assert front.smallest_bytes == front.least_bytes == 1

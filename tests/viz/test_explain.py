@@ -443,6 +443,14 @@ def test_figures_of_any_schedule_are_drawn(tmp_path, problem):
             assert "</svg>" in (tmp_path / name).read_text()
 
 
+@pytest.mark.parametrize("fun", [lambda x: x, lambda x: None, lambda x: x[:0] * 2])
+def test_figures_of_a_step_without_cost_are_drawn(fun, tmp_path):
+    schedule = poet_jax.schedule(fun, "100%", **OPTIONS).plan(jnp.ones((0, 5)))
+    schedule.plot(tmp_path / "plan.svg")
+    schedule.plot_matrices(tmp_path / "matrices.svg")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
 # In a notebook.
 
 
