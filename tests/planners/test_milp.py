@@ -3,6 +3,7 @@
 import dataclasses
 import fnmatch
 import gc
+import math
 import sys
 
 import jax
@@ -99,6 +100,15 @@ def test_a_plan_that_ran_out_of_time_is_not_called_optimal(solver):
         optimal = plan.status is poet_jax.Status.OPTIMAL
         assert optimal == (plan.gap <= planner.gap)
         assert plan.bound <= 63
+
+
+@by_solver
+@pytest.mark.parametrize("seconds", [1e12, math.inf])
+def test_a_planner_may_take_all_the_time_that_it_needs(solver, seconds):
+    graph, costs = twelve_nodes()
+    planner = poet_jax.MilpPlanner(solver=solver, time_limit_seconds=seconds)
+    plan = planner(graph, costs, poet_jax.Budget(32))
+    assert plan.status is poet_jax.Status.OPTIMAL and plan.objective == 78
 
 
 @pytest.mark.parametrize("wrong", [{"solver": "GUROBI"}, {"objective": "money"}])

@@ -275,6 +275,6 @@ def _end_if_idle(worker: subprocess.Popen) -> None:
 
 
 def _timer(seconds: float, function: Callable[..., None], *args: Any):
-    timer = threading.Timer(seconds, function, args)
+    timer = threading.Timer(min(seconds, threading.TIMEOUT_MAX), function, args)
     timer.daemon = True
     return timer
