@@ -273,11 +273,12 @@ def asked_budgets() -> Sequence[str] | None:
 
 
 def instance(path: str) -> tuple[Graph, Costs]:
-    """A planner instance, whose costs are its own; ValueError for a --device."""
-    if flags.FLAGS.device is not None:
+    """A planner instance, whose costs are its own; ValueError for a device."""
+    budgets = flags.FLAGS.budgets or [flags.FLAGS.budget]
+    if flags.FLAGS.device is not None or "device" in budgets:
         raise ValueError(
-            f"--device={flags.FLAGS.device} was given for {path}. An instance has "
-            "costs of its own. Use --device for a step."
+            f"A device was given for {path}, which is no step. An instance has costs "
+            "of its own. Use --device for a step, and sizes or percentages as budgets."
         )
     return load_instance(path)
 

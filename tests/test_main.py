@@ -153,7 +153,8 @@ def test_a_step_keeps_what_no_flag_replaces(kind, file, capsys, tmp_path):
 
 
 def test_a_sweep_prints_and_writes_a_front(file, capsys, tmp_path):
-    run("sweep", f"{file}:scheduled", budgets=["60%", "100%"], output=str(tmp_path))
+    budgets = ["60%", "100%", "device"]
+    run("sweep", f"{file}:scheduled", budgets=budgets, output=str(tmp_path))
     assert "smallest budget" in capsys.readouterr().out
     rows = list(csv.DictReader((tmp_path / "front.csv").read_text().splitlines()))
     joules = [float(row["joules"]) for row in rows]
@@ -183,8 +184,13 @@ def test_an_instance_is_explained_and_swept(instance, capsys, tmp_path):
     assert "smallest budget: 24 B, proven" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="a budget of at least 24"):
         run("explain", instance, budget="60%", planner="greedy", output=out)
-    with pytest.raises(SystemExit, match="costs of its own. Use --device for a step"):
-        run("explain", instance, device="STM32H7", output=out)
+    for command, value in (
+        ("explain", {"device": "STM32H7"}),
+        ("explain", {"budget": "device"}),
+        ("sweep", {"budgets": ["50%", "device"]}),
+    ):
+        with pytest.raises(SystemExit, match="costs of its own. Use --device for a st"):
+            run(command, instance, output=out, **value)
 
 
 @pytest.mark.parametrize(

@@ -171,6 +171,13 @@ def pareto(
             f"`budgets` must be several budgets, got {budgets!r}; use for example "
             f"budgets=[{budgets!r}]"
         )
+    budgets = None if budgets is None else list(budgets)
+    if "device" in (budgets or ()):
+        raise ValueError(
+            'A graph and its costs are on no device, so "device" is no budget for '
+            "them. Sizes, percentages and `Budget`s are. Use for example "
+            'budgets=["64MiB"], or schedule(fun, "device").pareto(*args).'
+        )
     planner = MilpPlanner() if planner is None else BasePlanner.of(planner)
     baseline = keep_everything(graph, costs).usage
     most_bytes = max(1, baseline.peak_bytes)  # as no budget is smaller

@@ -141,8 +141,11 @@ class Scheduled:
     ) -> Front:
         """What each of several budgets would cost for arguments like these.
 
-        As `poet_jax.pareto`; nothing runs, as in `plan`.
+        As `poet_jax.pareto`, and with `"device"` as a budget; nothing runs, as in
+        `plan`.
         """
+        if budgets is not None and not isinstance(budgets, str):
+            budgets = [self._budget(budget, args, kwargs) for budget in budgets]
         key = self._function.key(args, kwargs)
         traced = self._function.traced(args, kwargs)
         graph, costs = self._priced(key, args, kwargs, traced, self.passes)
@@ -150,8 +153,11 @@ class Scheduled:
 
     def budget_for(self, *args: Any, **kwargs: Any) -> BudgetLike:
         """The budget for arguments like these: `"device"` in bytes, as of now."""
-        if self.budget != "device":
-            return self.budget
+        return self._budget(self.budget, args, kwargs)
+
+    def _budget(self, budget: BudgetLike, args, kwargs) -> BudgetLike:
+        if budget != "device":
+            return budget
         devices, held_bytes = held_on(self._function.leaves(args, kwargs))
         here = [x for x in devices if x.process_index == jax.process_index()]
         nbytes = free_bytes(here or devices, held_bytes, self.device or host())

@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import assert_three_sentences
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import brute_force, examples, graphs
@@ -141,3 +142,17 @@ def test_the_smallest_budget_may_be_one_byte(planner):
     front = poet_jax.pareto(poet_jax.Graph(values, tuple(nodes)), costs, None, planner)
     assert front.baseline.peak_bytes == 2
     assert front.smallest_bytes == front.least_bytes == 1
+
+
+def test_what_a_device_has_free_is_a_budget_of_a_function():
+    """A graph and its costs are on no device."""
+    scheduled = poet_jax.schedule(gradient, "1GiB", **OPTIONS)
+    front = scheduled.pareto(W, X, budgets=["device"])
+    assert front.points[-1].usage.joules == front.baseline.joules
+    assert front.points[-1].budget.memory_bytes > front.baseline.peak_bytes
+    schedule = scheduled.plan(W, X)
+    with pytest.raises(ValueError, match="are on no device") as caught:
+        poet_jax.pareto(schedule.graph, schedule.costs, ["50%", "device"])
+    assert_three_sentences(caught.value, '["64MiB"]', 'schedule(fun, "device")')
+    with pytest.raises(ValueError, match=r"budgets=\['device'\]"):
+        scheduled.pareto(W, X, budgets="device")
