@@ -7,6 +7,7 @@ import numpy as np
 from poet_jax.core.graph import Graph
 from poet_jax.core.plan import PageIn, PageOut, Plan
 from poet_jax.core.program import Run, lower, walk
+from poet_jax.core.representation import brief
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,6 +27,8 @@ class Matrices:
     R: np.ndarray
     S_ram: np.ndarray
     S_storage: np.ndarray
+
+    __repr__ = brief
 
 
 def matrices(graph: Graph, plan: Plan) -> Matrices:

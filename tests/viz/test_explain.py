@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from strategies import DEVICE, HEURISTICS, budgeted_graphs, examples
-from toy import OPTIONS, W, X, chain, gradient
+from toy import OPTIONS, W, X, chain, gradient, long_chain
 
 import poet_jax
 from poet_jax.api.planning import make_schedule
@@ -482,6 +482,7 @@ def public_objects():
         *(scheduled, plan.graph, plan.costs, plan.program, plan.usage, plan.budget),
         *(scheduled.last_run, scheduled.executor, plan.compile(), plan.graph.nodes[0]),
         *(front.points[0], plan.matrices(), plan.reasons()[0], poet_jax.host()),
+        make_schedule(*long_chain(14), "100%", poet_jax.greedy).matrices(),
         *(options["device"], poet_jax.MilpPlanner(), poet_jax.PaperPlanner(), store),
         *(poet_jax.to_storage(jnp.ones((600, 600)), store), scheduled.effects(ws, x)),
     ]
