@@ -5,6 +5,7 @@ Importing this module defines no flag: `define_flags` does.
 
 import contextlib
 import csv
+import functools
 import inspect
 import logging
 import pathlib
@@ -79,7 +80,7 @@ FLAGS: dict[str, tuple[Callable[..., Any], Any, str]] = {
     "objective": (flags.DEFINE_string, None, "energy or time: what milp minimises."),
     "time_limit": (flags.DEFINE_float, None, "Seconds that milp and paper may take."),
     "values": (
-        flags.DEFINE_integer,
+        functools.partial(flags.DEFINE_integer, lower_bound=0),
         20,
         "How many values are explained, the largest first.",
     ),

@@ -137,6 +137,11 @@ def test_a_function_is_planned_within_a_budget(file, capsys, tmp_path):
     assert trace["traceEvents"]
 
 
+def test_no_fewer_than_no_values_are_explained(file, tmp_path):
+    with pytest.raises(flags.IllegalFlagValueError, match="non-negative"):
+        run("explain", f"{file}:plain", output=str(tmp_path), values=-3)
+
+
 KINDS = ("scheduled", "of_nnx", "of_linen", "of_modules")
 
 
