@@ -26,7 +26,7 @@ def write_node_costs(path: str | os.PathLike, graph: Graph, costs: Any) -> None:
     """
     keys = [node_signature(graph, node) for node in graph.nodes]
     count = Counter(keys)
-    with open(path, "w", newline="") as file:
+    with open(path, "w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
         for key in count:  # in order of the first node
@@ -69,7 +69,8 @@ def _read(device: DeviceProfile) -> dict[str, tuple[float, float]]:
     """{signature: (seconds, joules)} of the measured rows."""
     path, rows = device.node_costs, {}
     assert path is not None
-    with open(path, newline="") as file:
+    # Spreadsheets put a byte order mark before the first column.
+    with open(path, newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file)
         if not {"signature", "seconds", "joules"} <= set(reader.fieldnames or ()):
             raise ValueError(

@@ -230,11 +230,14 @@ def measured(path, change):
     return graph, dataclasses.replace(BOARD, node_costs=str(path))
 
 
-def test_measured_nodes_replace_the_model(tmp_path):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_measured_nodes_replace_the_model(encoding, tmp_path):
     def change(rows):
         return [row | {"seconds": n + 1, "joules": ""} for n, row in enumerate(rows)]
 
-    graph, device = measured(tmp_path / "board.csv", change)
+    path = tmp_path / "board.csv"
+    graph, device = measured(path, change)
+    path.write_text(path.read_text("utf-8"), encoding)
     costs = poet_jax.price(graph, device)
     keys = [node_signature(graph, node) for node in graph.nodes]
     expected = {key: n + 1 for n, key in enumerate(dict.fromkeys(keys))}
