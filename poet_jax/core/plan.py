@@ -42,27 +42,21 @@ class Budget:
     store_bytes: int | None = None
 
     def __post_init__(self):
-        for name in ("memory_bytes", "seconds", "store_bytes"):
-            value = getattr(self, name)
+        least_of = {"memory_bytes": 1, "seconds": 1e-300, "store_bytes": 0}
+        for name, least in least_of.items():
+            value: Any = getattr(self, name)
             if value is None and name != "memory_bytes":
                 continue
-            least = {"memory_bytes": 1, "seconds": 1e-300, "store_bytes": 0}[name]
             number = not isinstance(value, bool) and isinstance(value, numbers.Real)
             if not (number and value >= least):  # type: ignore[operator]
-                given = ", ".join(
-                    f"{n}={x}"
-                    for n, x in {"memory_bytes": 64 * 2**20, name: 2**30}.items()
-                )
+                examples = {"memory_bytes": 64 * 2**20, name: 2**30}
+                given = ", ".join(f"{n}={x}" for n, x in examples.items())
                 raise ValueError(
                     f"`{name}` of a Budget must be a positive number, got {value!r}; "
                     f"use for example Budget({given})"
                 )
-        if not math.isinf(self.memory_bytes):
-            object.__setattr__(self, "memory_bytes", int(self.memory_bytes))
-        if self.seconds is not None:
-            object.__setattr__(self, "seconds", float(self.seconds))
-        if self.store_bytes is not None and not math.isinf(self.store_bytes):
-            object.__setattr__(self, "store_bytes", int(self.store_bytes))
+            kind = float if name == "seconds" or value == math.inf else int
+            object.__setattr__(self, name, kind(value))  # type: ignore[arg-type]
 
     def on_storage_of(self, store_bytes: float, graph: Graph) -> "Budget":
         """This budget, or if it has no limit on storage, one with `store_bytes`, unless
@@ -276,17 +270,47 @@ class _Called(BasePlanner):
     def __call__(
         self, graph: Graph, costs: Costs, budget: Budget, start: Plan | None = None
     ) -> Plan:
-        return self.function(graph, costs, budget)
+        name = getattr(self.function, "__name__", type(self.function).__name__)
+        return checked(graph, self.function(graph, costs, budget), name)
+
+
+def checked(graph: Graph, plan: Any, name: str) -> Plan:
+    """`plan`, which `name` returned. Raises PlanInvalid for what is none of `graph`."""
+    if (problem := _problem(graph, plan)) is None:
+        return plan
+    raise PlanInvalid(
+        f"{name} returned {problem}. Return a poet_jax.Plan as poet_jax.greedy does: "
+        "a tuple of Compute, PageOut, PageIn and Free, a poet_jax.Status, and numbers."
+    )
+
+
+_KINDS = {"actions": tuple, "status": Status, "resident": frozenset}
+_KINDS |= {"objective": numbers.Real, "bound": numbers.Real, "statistics": dict}
+
+
+def _problem(graph: Graph, plan: Any) -> str | None:
+    if not isinstance(plan, Plan):
+        return f"a {type(plan).__name__}"
+    for field, kind in _KINDS.items():
+        if not isinstance(value := getattr(plan, field), kind):
+            return f"a Plan whose `{field}` is a {type(value).__name__}"
+    nodes, values = len(graph.nodes), len(graph.values)
+    counts = {Compute: nodes, PageOut: values, PageIn: values, Free: values}
+    for x in plan.actions:
+        number = x.node if type(x) is Compute else getattr(x, "value", -1)
+        whole = hasattr(number, "__index__")
+        if not whole or not 0 <= number < counts.get(type(x), 0):
+            return f"a Plan with {x!r} for a graph of {nodes} nodes, {values} values"
+    if unknown := plan.resident - graph.successors.keys():
+        return f"a Plan with the resident {set(unknown)}, not in graph.successors"
+    return None
 
 
 def plan_to_dict(graph: Graph, plan: Plan) -> dict[str, Any]:
     """Everything that `plan_from_dict` needs, as JSON types."""
     return {
         "graph": graph.fingerprint,
-        "actions": [
-            [type(action).__name__, *dataclasses.astuple(action)]
-            for action in plan.actions
-        ],
+        "actions": [[type(x).__name__, *vars(x).values()] for x in plan.actions],
         "status": plan.status.name,
         "objective": plan.objective,
         "bound": plan.bound,
@@ -301,9 +325,8 @@ def plan_from_dict(graph: Graph, data: dict[str, Any]) -> Plan:
     """The plan saved for `graph`. Raises PlanInvalid if it is another graph's."""
     if data["graph"] != graph.fingerprint:
         raise PlanInvalid(
-            f"A plan for graph {data['graph']} was loaded for graph "
-            f"{graph.fingerprint}. "
-            "A plan fits only the function, shapes and dtypes that it was made for. "
+            f"A plan for graph {data['graph']} was loaded for graph {graph.fingerprint}"
+            ". A plan fits only the function, shapes and dtypes that it was made for. "
             "Plan again with Scheduled.plan(...), or load it where it was saved."
         )
     kinds = {kind.__name__: kind for kind in (Compute, PageOut, PageIn, Free)}
@@ -403,10 +426,8 @@ class Stages:
         """The actions in order; reruns come in base order within their stage."""
         outs = self.page_outs - graph.stored.keys()
         actions: list[Action] = [PageOut(v) for v in graph.initial if v in outs]
-        for stage, (reruns, page_ins) in enumerate(
-            zip(self.reruns, self.page_ins, strict=True)
-        ):
-            waiting = set(page_ins)
+        for stage, reruns in enumerate(self.reruns):
+            waiting = set(self.page_ins[stage])
 
             def page_in(reads: Sequence[int], waiting: set[int] = waiting) -> None:
                 for value in reads:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from poet_jax.core.errors import PlanInvalid
 from poet_jax.core.graph import Graph
 from poet_jax.core.in_place import Pairs, replaced
-from poet_jax.core.plan import Action, Compute, Free, PageIn, PageOut, Plan
+from poet_jax.core.plan import Action, Compute, Free, PageIn, PageOut, Plan, checked
 from poet_jax.core.representation import brief
 
 
@@ -117,9 +117,12 @@ def walk(program: Program) -> Iterator[Moment]:
     present, stored = set(graph.initial), set(graph.stored)
     leaving: set[int] = set()  # on their way to storage
     done: set[int] = set()
+    every = set(range(len(nodes)))
     for x in program.instructions:
         match x:
             case Run():
+                if not every.issuperset(x.nodes):
+                    raise _invalid(f"runs the nodes {x.nodes}, {_extent(graph)}")
                 if not present.issuperset(x.reads):
                     _refuse_early(graph, x, present)
                 for number in x.nodes:
@@ -133,6 +136,10 @@ def walk(program: Program) -> Iterator[Moment]:
                 present.update(new)
                 yield Moment(x, present, new, olds, not leaving.isdisjoint(olds))
                 leaving.difference_update(olds)
+            case PageOut(value) | PageIn(value) | Free(value) if not (
+                0 <= value < len(values)
+            ):
+                raise _invalid(f"has {x!r}, {_extent(graph)}")
             case PageOut(value):
                 if value not in present:
                     raise _invalid(f"pages out {values[value].name!r}, not in RAM")
@@ -159,7 +166,7 @@ def walk(program: Program) -> Iterator[Moment]:
                 yield Moment(x, present, (), (value,), value in leaving)
                 present.remove(value)
                 leaving.discard(value)
-    if len(done) != len(nodes):
+    if done != every:
         raise _invalid("does not run every node")
     if not stored.issuperset(graph.landing):
         raise _invalid("leaves state in RAM that lives on storage")
@@ -173,6 +180,11 @@ def _refuse_early(graph: Graph, x: Run, present: Set[int]) -> None:
     raise _invalid(f"runs {node.name!r} before {graph.values[missing].name!r}")
 
 
+def _extent(graph: Graph) -> str:
+    nodes, values = len(graph.nodes), len(graph.values)
+    return f"and the graph has {nodes} nodes and {values} values"
+
+
 def _invalid(problem: str) -> PlanInvalid:
     return PlanInvalid(
         f"The plan {problem}. Every instruction needs its values in RAM, or on storage "
@@ -183,6 +195,7 @@ def _invalid(problem: str) -> PlanInvalid:
 def lower(graph: Graph, plan: Plan) -> Program:
     """The program of a plan, with every `Free`. Raises PlanInvalid; see
     `lower_actions`."""
+    plan = checked(graph, plan, getattr(plan, "planner", "The planner"))
     return lower_actions(graph.with_resident(plan.resident), plan.actions)
 
 
@@ -202,21 +215,23 @@ def lower_actions(graph: Graph, actions: Sequence[Action]) -> Program:
 
     for position, action in enumerate(actions, start=1):
         match action:
-            case Compute(number):
+            case Compute(number) if 0 <= number < len(graph.nodes):
                 node = graph.nodes[number]
                 for value in node.reads:
                     last_use[value] = position
                 for value in node.writes:
                     drop(value)
                     last_use[value] = position
-            case PageOut(value):
+            case PageOut(value) if 0 <= value < len(graph.values):
                 last_use[value] = position
-            case PageIn(value):
+            case PageIn(value) if 0 <= value < len(graph.values):
                 drop(value)
                 last_use[value] = position
-            case Free(value):
+            case Free(value) if 0 <= value < len(graph.values):
                 last_use[value] = position
                 drop(value)
+            case _:
+                raise _invalid(f"has {action!r}, {_extent(graph)}")
     returned = frozenset(graph.returned)
     for value in list(last_use):
         if value not in returned:

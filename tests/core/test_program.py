@@ -1,12 +1,16 @@
 """`lower` places every Free as early as it can, and refuses what cannot run."""
 
+import dataclasses
+
 import pytest
+from checks import assert_three_sentences
 from hypothesis import given
 from strategies import HEURISTICS, attempt, budgeted_graphs, examples, solvers
+from toy import STAGES, W, X, gradient, schedule
 
 import poet_jax
 from poet_jax.core.plan import Compute, Free, PageIn, PageOut
-from poet_jax.core.program import Run, moving, walk
+from poet_jax.core.program import Program, Run, moving, walk
 
 
 def diamond(**options):
@@ -97,11 +101,56 @@ def test_arguments_that_the_caller_keeps_are_never_freed():
         ([Compute(0), PageOut(0), PageOut(0)], "twice"),
         ([Compute(0), PageIn(0)], "not paged out"),
         ([Compute(0), Compute(0)], "runs once"),
+        ([Compute(-1), Compute(0), Compute(1), Compute(2)], "node=-1"),
+        ([Compute(4)], "node=4"),
+        ([*map(Compute, range(4)), PageOut(-1)], "value=-1"),
+        ([*map(Compute, range(4)), Free(4)], "value=4"),
     ],
 )
 def test_a_plan_that_cannot_run_is_refused(actions, problem):
     with pytest.raises(poet_jax.PlanInvalid, match=problem):
         poet_jax.lower(diamond(repeatable=False), plan(*actions))
+
+
+@pytest.mark.parametrize(
+    "instruction", [Run((-1,), (), (3,)), PageOut(-1), PageIn(4), Free(4)]
+)
+def test_an_instruction_of_what_the_graph_lacks_is_refused(instruction):
+    runs = poet_jax.lower(diamond(), plan(*map(Compute, range(4)))).instructions
+    for instructions in ((*runs, instruction), (instruction, *runs)):
+        with pytest.raises(poet_jax.PlanInvalid, match="4 nodes and 4 values"):
+            list(walk(Program(diamond(), instructions)))
+
+
+PLANS = {
+    "no plan": (lambda plan: None, "NoneType"),
+    "actions": (lambda plan: plan.actions, "tuple"),
+    "a generator": ({"actions": (x for x in ())}, "`actions` is a generator"),
+    "a word": ({"actions": ("x",)}, "'x'"),
+    "a fraction": ({"actions": (Compute(0.5),)}, "node=0.5"),
+    "a node": ({"actions": (Compute(99),)}, "node=99"),
+    "a value": ({"actions": (PageOut(-1),)}, "value=-1"),
+    "resident": ({"resident": frozenset({0})}, "resident {0}"),
+    "status": ({"status": "OPTIMAL"}, "`status` is a str"),
+    "objective": ({"objective": None}, "`objective` is a NoneType"),
+}
+
+
+@pytest.mark.parametrize("kind", PLANS)
+def test_what_a_planner_may_not_return_is_refused_by_its_name(kind):
+    change, said = PLANS[kind]
+
+    def by_hand(graph, costs, budget):
+        plan = poet_jax.keep_all(graph, costs, poet_jax.Budget(10**9))
+        if isinstance(change, dict):
+            return dataclasses.replace(plan, **change)
+        return change(plan)
+
+    scheduled = schedule(gradient, "60%", planner=by_hand, executor=STAGES)
+    for call in (scheduled.plan, scheduled.pareto):
+        with pytest.raises(poet_jax.PlanInvalid, match="by_hand returned") as caught:
+            call(W, X)
+        assert_three_sentences(caught.value, said, "poet_jax.greedy")
 
 
 def test_a_prng_key_is_not_paged():
