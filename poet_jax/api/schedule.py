@@ -41,10 +41,12 @@ class Schedule(Planned):
         budget covers that. None if nothing was compiled: for a schedule from a file,
         of `Scheduled.plan_for_board` or of `update.search`.
       compilations: how many programs were compiled until one was within the budget.
+      saved_bytes: `compiled_bytes` of the schedule that a file is of.
     """
 
     step: Step | PagedStep | None = None
     compilations: int = 0
+    saved_bytes: int | None = None
 
     __repr__ = brief
 
@@ -68,10 +70,12 @@ class Schedule(Planned):
     def compiled_bytes(self) -> int | None:
         """RAM while the step runs, by XLA's own count; None if it was not compiled.
 
+        A schedule from a file has the count of the one that was saved.
+
         Arguments, results that replace none of them, and XLA's own room for the rest,
         with what libraries allocate beside that.
         """
-        return None if self.step is None else self.step.nbytes
+        return self.saved_bytes if self.step is None else self.step.nbytes
 
     def compile(self) -> "Compiled":
         """The step as `jax.jit(fun).lower(*args).compile()` gives it, and its schedule.
@@ -185,25 +189,39 @@ class Schedule(Planned):
                 data = json.load(file)
             plan = plan_from_dict(self.graph, data["plan"])
             costs = costs_from_dict(data["costs"])
+            costs.check_fit(len(self.graph.nodes), len(self.graph.values))
             budget = Budget(**data["budget"])
             graph = self.graph.with_resident(plan.resident)
             program = program_from_list(graph, data["program"])
             schedule = Schedule.of(self.graph, costs, budget, plan, program)
-            usage = as_compiled(schedule.usage, data["compiled_bytes"])
+            nbytes = data["compiled_bytes"]
+            if nbytes is not None and (type(nbytes) is not int or nbytes < 0):
+                raise ValueError(f"compiled_bytes is {nbytes!r}, no number of bytes")
         except PlanInvalid:
             raise
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except _DAMAGE as error:
             raise PlanInvalid(
                 f"{os.fspath(path)} is not a file of Schedule.to_json: "
                 f"{type(error).__name__}: {error}. Plan again with "
                 "Scheduled.plan(...), and save that."
             ) from error
-        if not fits(usage, budget):
+        if not fits(as_compiled(schedule.usage, nbytes), budget):
             raise PlanInvalid(
                 f"{os.fspath(path)} has a budget of {budget}, and its program uses "
                 f"{schedule.usage}. Plan again with Scheduled.plan(...), and save that."
             )
-        return schedule
+        return dataclasses.replace(schedule, saved_bytes=nbytes)
+
+
+# What reading a file raises that is no schedule.
+_DAMAGE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -61,6 +61,17 @@ class Costs:
                     f"in SI units, got {np.ravel(costs)[number]}."
                 )
 
+    def check_fit(self, nodes: int, values: int) -> None:
+        """Raise ValueError unless these are costs of so many nodes and values."""
+        for name, costs in vars(self).items():
+            count = nodes if name in _OF_NODES else values
+            shape = () if name in ("static_watts", "contention") else (count,)
+            if np.shape(costs) != shape:
+                raise ValueError(
+                    f"Costs: {name} has the shape {np.shape(costs)}, and the graph "
+                    f"needs {shape}"
+                )
+
     def of(self, nodes: Sequence[int], values: Sequence[int]) -> "Costs":
         """Costs of some nodes and values, in this order."""
         parts = {

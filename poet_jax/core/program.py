@@ -305,12 +305,22 @@ def program_to_list(program: Program) -> list[list[Any]]:
 
 
 def program_from_list(graph: Graph, rows: list[list[Any]]) -> Program:
-    """The program whose instructions `program_to_list` wrote, of the same graph."""
+    """The program whose instructions `program_to_list` wrote, of the same graph.
+
+    Raises ValueError for a Run of other values than its nodes'.
+    """
 
     def instruction(kind: str, *fields: Any) -> Instruction:
         if kind == "Run":
             nodes, reads, writes, over = fields
             pairs = tuple((old, new) for old, new in over)
+            needs = {v for n in nodes for v in graph.nodes[n].reads}
+            makes = {v for n in nodes for v in graph.nodes[n].writes}
+            if not needs - makes <= set(reads) <= needs or not makes.issuperset(writes):
+                raise ValueError(
+                    f"a Run of {nodes} reads {reads} and writes {writes}, and these "
+                    f"nodes read {sorted(needs)} and write {sorted(makes)}"
+                )
             return Run(tuple(nodes), tuple(reads), tuple(writes), pairs)
         kinds = {kind.__name__: kind for kind in (Free, PageIn, PageOut)}
         return kinds[kind](*fields)

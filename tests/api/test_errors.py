@@ -388,7 +388,7 @@ def test_a_static_argument_without_a_hash_is_refused():
     assert_three_sentences(caught.value, "hash", "tuple")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"plan": 3}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"plan": 3}', "[" * 50_000])
 def test_a_file_that_holds_no_schedule_is_refused(tmp_path, text):
     path = tmp_path / "plan.json"
     path.write_text(text)
@@ -615,6 +615,35 @@ def test_a_file_whose_program_exceeds_its_budget_is_refused(tmp_path):
     with pytest.raises(poet_jax.PlanInvalid) as caught:
         plan.from_json(tmp_path / "plan.json")
     assert_three_sentences(caught.value, tmp_path / "plan.json", "Scheduled.plan")
+
+
+@pytest.mark.parametrize(
+    ("keys", "wrong"),
+    [
+        (("compiled_bytes",), "x"),
+        (("compiled_bytes",), -1),
+        (("costs", "seconds"), [1.0]),
+        (("costs", "nbytes"), 3),
+        (("costs", "static_watts"), [1.0]),
+        (("budget", "seconds"), 10**400),
+        (("plan", "resident"), [[]]),
+        (("program",), [["Run", [0], [99], [], []]]),
+        (("program",), [["Run", [], [], [], []]]),
+        (("program",), [["Run", [0], [], [99], []]]),
+        (("program",), [["Free", 99]]),
+    ],
+    ids=lambda x: str(x)[:40],
+)
+def test_a_damaged_schedule_is_refused(tmp_path, keys, wrong):
+    plan = schedule(gradient, "1GiB").plan(W, X)
+    plan.to_json(tmp_path / "plan.json")
+    data = json.loads((tmp_path / "plan.json").read_text())
+    part = functools.reduce(dict.__getitem__, keys[:-1], data)
+    part[keys[-1]] = wrong
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(poet_jax.PlanInvalid) as caught:
+        plan.from_json(tmp_path / "plan.json")
+    assert_three_sentences(caught.value)
 
 
 COLUMNS = (
