@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -87,6 +88,7 @@ class DeviceProfile:
     __repr__ = brief
 
     def __post_init__(self):
+        self._check_texts()
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
             if name in _CHECKED_ELSEWHERE or value is None is field.default:
@@ -115,6 +117,19 @@ class DeviceProfile:
                     f"DeviceProfile {self.name!r}: the rates of {kind} must be rows of "
                     f"(size, seconds), finite, positive and of rising sizes, got "
                     f"{rows!r}. Correct them, or delete the file to calibrate again."
+                )
+
+    def _check_texts(self) -> None:
+        sources = {"source": self.source}
+        if isinstance(self.source, Mapping):
+            sources = {f"source of {name}": x for name, x in self.source.items()}
+        path = {} if self.node_costs is None else {"node_costs": self.node_costs}
+        for name, text in ({"name": self.name} | sources | path).items():
+            kinds = (str, os.PathLike) if name == "node_costs" else str
+            if not isinstance(text, kinds):
+                raise ValueError(
+                    f"DeviceProfile {self.name!r}: {name} must be text, got {text!r}. "
+                    "Write it in quotes."
                 )
 
     @property
@@ -171,12 +186,19 @@ class DeviceProfile:
         }
 
     def save(self, path: str | os.PathLike) -> None:
-        """Write a file for `load`: TOML, or JSON if the path ends in .json."""
+        """Write a file for `load`: TOML, or JSON if the path ends in .json.
+
+        A relative `node_costs` is written relative to the file's folder.
+        """
         data = {
             name: dict(value) if isinstance(value, Mapping) else value
             for name, value in self._given().items()
         }
         path = pathlib.Path(path)
+        if self.node_costs:
+            data["node_costs"] = os.fspath(self.node_costs)
+            if not os.path.isabs(self.node_costs):
+                data["node_costs"] = os.path.relpath(self.node_costs, path.parent)
         is_json = path.suffix == ".json"
         text = json.dumps(data, indent=1) + "\n" if is_json else _toml(data)
         path.write_text(text, encoding="utf-8")
@@ -190,9 +212,11 @@ class DeviceProfile:
         that is missing, unknown or invalid.
         """
         path = pathlib.Path(path)
-        text = path.read_text(encoding="utf-8")
         try:
+            text = path.read_text(encoding="utf-8")
             data = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+            if not isinstance(data, dict):
+                raise ValueError(f"it holds {text[:60]!r}, and no keys")
         except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{path} is no TOML, or JSON with a name in .json: {error}. Write a "
@@ -216,9 +240,10 @@ class DeviceProfile:
                 f"The device profile {path} {' and '.join(what)}. Its keys are "
                 f"{', '.join(known)}, in SI units; say in source what is assumed."
             )
-        if data.get("node_costs"):
-            data["node_costs"] = str(path.parent / data["node_costs"])
         profile = cls(**data)
+        if profile.node_costs:
+            found = os.path.normpath(path.parent / profile.node_costs)
+            profile = dataclasses.replace(profile, node_costs=found)
         rates = {kind: tuple(map(tuple, rows)) for kind, rows in profile.rates.items()}
         return dataclasses.replace(profile, rates=rates)
 
@@ -254,13 +279,22 @@ def _are_rates(rows: Any) -> bool:
     return rising and 0 < len(pairs) == len(rows)
 
 
+_BARE_KEY = re.compile("[A-Za-z0-9_-]+")
+
+
+def _toml_value(value: Any) -> str:
+    """As JSON has it, where TOML demands that DEL is escaped, too."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
 def _toml(data: Mapping[str, Any]) -> str:
     """TOML of strings, numbers, lists and tables; scalars first, as it demands."""
     lines, tables = [], []
     for name, value in data.items():
+        name = name if _BARE_KEY.fullmatch(name) else _toml_value(name)
         if isinstance(value, Mapping):
             tables.append(f"\n[{name}]\n{_toml(value)}")
         else:  # written as in JSON
-            text = json.dumps(value, ensure_ascii=False)
+            text = _toml_value(value)
             lines.append(f"{name} = {'inf' if value == math.inf else text}\n")
     return "".join(lines + tables)

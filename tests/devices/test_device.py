@@ -3,12 +3,17 @@
 import csv
 import dataclasses
 import math
+import pathlib
+import tempfile
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import examples
 from toy import STAGES
 
 import poet_jax
@@ -55,6 +60,39 @@ def test_a_profile_may_have_no_limit_and_any_name(suffix, tmp_path):
     )
     device.save(tmp_path / f"device.{suffix}")
     assert poet_jax.DeviceProfile.load(tmp_path / f"device.{suffix}") == device
+
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]))
+
+
+@examples(60)
+@given(
+    suffix=st.sampled_from(["toml", "json"]),
+    name=TEXTS,
+    source=TEXTS | st.dictionaries(TEXTS, TEXTS, min_size=1),
+    kind=TEXTS,
+)
+def test_a_profile_of_odd_names_survives_its_file(suffix, name, source, kind):
+    rates = {kind: ((8.0, 1.0),)}
+    device = dataclasses.replace(BOARD, name=name, source=source, rates=rates)
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / f"a.{suffix}"
+        device.save(path)
+        assert poet_jax.DeviceProfile.load(path) == device
+
+
+@pytest.mark.parametrize("kind", [str, pathlib.Path])
+@pytest.mark.parametrize("suffix", ["toml", "json"])
+def test_measured_costs_are_found_from_another_folder(
+    suffix, kind, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "other").mkdir()
+    device = dataclasses.replace(BOARD, node_costs=kind("board.csv"))
+    device.save(f"other/a.{suffix}")
+    assert poet_jax.DeviceProfile.load(f"other/a.{suffix}").node_costs == "board.csv"
+    again = poet_jax.DeviceProfile.load(tmp_path / f"other/a.{suffix}")
+    assert again.node_costs == str(tmp_path / "board.csv")
 
 
 @pytest.mark.parametrize("name", poet_jax.devices.ALL)
@@ -129,6 +167,8 @@ def test_published_constants_are_kept_apart():
         ("{text}rates.moved = [[1, 2, 3]]\n", "rates of moved must be rows"),
         ("{text}rates = 3\n", "rates must be a dict"),
         ("x = " + "[" * 50_000, "TOML"),
+        ("{text}node_costs = 5\n", "node_costs must be text"),
+        ("{text}source.ram_bytes = 5\n", "source of ram_bytes must be text"),
         ("{text}contention = 1.0\n", "contention must be .* number below 1 .*got 1.0"),
     ],
 )
@@ -138,6 +178,22 @@ def test_a_file_that_is_no_profile_is_refused(text, culprit, tmp_path):
     path.write_text(text.replace("{text}", path.read_text()))
     with pytest.raises(ValueError, match=culprit):
         poet_jax.DeviceProfile.load(path)
+
+
+@pytest.mark.parametrize("data", [b"[]", b"5", b"null", b"\xff", b"[" * 50_000])
+def test_json_that_is_no_profile_is_refused(data, tmp_path):
+    path = tmp_path / "board.json"
+    path.write_bytes(data)
+    with pytest.raises(
+        ValueError, match=r"board.json is no TOML, or JSON.*save\(path\)"
+    ):
+        poet_jax.DeviceProfile.load(path)
+
+
+@pytest.mark.parametrize("wrong", [{"name": 5}, {"source": 5}, {"source": {"a": 5}}])
+def test_a_name_or_source_that_is_no_text_is_refused(wrong):
+    with pytest.raises(ValueError, match="must be text, got 5"):
+        dataclasses.replace(BOARD, **wrong)
 
 
 @pytest.mark.parametrize(
