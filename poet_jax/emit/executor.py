@@ -83,9 +83,16 @@ class HostExecutor:
         temporary files, or the host's memory if arrays are on an accelerator.
       trace: whether `Run.spans` has the times of stages, on the CPU and without
         shardings. It needs the C++ compiler that paging to files needs.
+
+    Raises TypeError for a store that is none.
     """
 
     def __init__(self, store: Store | None = None, trace: bool = False):
+        if not isinstance(store, Store | None):
+            raise TypeError(
+                f"HostExecutor: store must be a Store, got {store!r}. Use "
+                "poet_jax.FileStore(folder) or poet_jax.HostStore()."
+            )
         self._store, self.trace = store, trace
 
     @property

@@ -38,9 +38,18 @@ PASSES: tuple[Pass, ...] = (
 
 
 def run_passes(graph: Graph, passes: Iterable[Pass] = PASSES) -> Graph:
-    """What `passes` in turn make of a graph of single equations."""
+    """What `passes` in turn make of a graph of single equations.
+
+    Raises TypeError for a pass that returns no graph.
+    """
     for change in passes:
         graph = change(graph)
+        if not isinstance(graph, Graph):
+            raise TypeError(
+                f"The pass {getattr(change, '__name__', change)} returned a "
+                f"{type(graph).__name__}. A pass returns a poet_jax.Graph: the one "
+                "that it was given, or that of a poet_jax.passes.Rewriter."
+            )
     return graph
 
 

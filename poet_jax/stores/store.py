@@ -76,8 +76,9 @@ class Store(abc.ABC):
                 return self._descriptor()
             except OSError as error:
                 raise PageStoreError(
-                    f"{self.place} cannot be opened for pages: {error.strerror}. Make "
-                    "it writable, or use FileStore(another_folder)."
+                    f"{self.place} cannot be opened for pages: "
+                    f"{error.strerror or error}. Make it writable, or use "
+                    "FileStore(another_folder)."
                 ) from error
 
     def page_at(self, offset: int, checksum: int | None = 0) -> PagePlace:
@@ -101,7 +102,7 @@ class Store(abc.ABC):
             except OSError as error:
                 raise PageStoreError(
                     f"{name!r} ({nbytes} bytes) cannot be paged out to {self.place}: "
-                    f"{error.strerror}. The store holds "
+                    f"{error.strerror or error}. The store holds "
                     f"{sum(self._lengths.values())} bytes. {_MORE_ROOM}"
                 ) from error
             self._holes, self._end = holes, end
@@ -132,7 +133,7 @@ class Store(abc.ABC):
             except OSError as error:
                 raise PageStoreError(
                     f"{self.place} has no room for the {nbytes} bytes that the step "
-                    f"may page out: {error.strerror}. It holds "
+                    f"may page out: {error.strerror or error}. It holds "
                     f"{sum(self._lengths.values())} bytes; the step has not begun. "
                     f"{_MORE_ROOM}"
                 ) from error

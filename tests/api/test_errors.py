@@ -367,6 +367,22 @@ def test_a_name_in_place_of_an_object_is_refused(option, wrong):
     assert_three_sentences(caught.value, option, wrong, f"{option}=poet_jax.")
 
 
+@pytest.mark.parametrize("wrong", ["/tmp/x", poet_jax.HostStore], ids=str)
+def test_what_is_no_store_is_refused_by_the_executor(wrong):
+    with pytest.raises(TypeError) as caught:
+        poet_jax.HostExecutor(wrong)
+    assert_three_sentences(caught.value, repr(wrong), "poet_jax.FileStore(")
+
+
+def test_a_pass_that_returns_no_graph_is_named():
+    def forgets(graph):
+        del graph
+
+    with pytest.raises(TypeError) as caught:
+        schedule(gradient, "1GiB", passes=(forgets, *PASSES)).plan(W, X)
+    assert_three_sentences(caught.value, "forgets", "NoneType", "Rewriter")
+
+
 def test_an_unknown_device_is_answered_with_those_there_are():
     with pytest.raises(AttributeError) as caught:
         _ = poet_jax.devices.RASPBERY_PI_4  # type: ignore[attr-defined]

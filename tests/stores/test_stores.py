@@ -105,6 +105,19 @@ def test_a_store_of_the_users_opens_a_file_of_theirs(tmp_path):
     np.testing.assert_array_equal(np.fromfile(tmp_path / "pages", "f4"), X.ravel())
 
 
+@pytest.mark.parametrize(
+    "ask",
+    [lambda x: x.descriptor(), lambda x: x.allocate(1, "w"), lambda x: x.reserve(1)],
+)
+def test_a_store_of_the_users_says_why_it_does_not_open(ask):
+    class Closed(poet_jax.stores.Store):
+        def open(self):
+            raise OSError("no file today")
+
+    with pytest.raises(poet_jax.PageStoreError, match="no file today"):
+        ask(Closed())
+
+
 def test_a_folder_that_is_not_one_is_refused(tmp_path):
     with pytest.raises(poet_jax.PageStoreError, match="not a folder"):
         poet_jax.FileStore(tmp_path / "missing")
