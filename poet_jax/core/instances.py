@@ -10,22 +10,25 @@ import numpy as np
 from poet_jax.core.costs import Costs
 from poet_jax.core.graph import Graph, Node, Value
 
+_MOST = 2**62  # of a cost: bytes are 64-bit integers
+
 
 def load_instance(path: str | os.PathLike) -> tuple[Graph, Costs]:
     """Read a planner instance from JSON: a graph without a jaxpr, and its costs.
 
     The format is that of `read_instance`. Raises ValueError for a cost that is
-    not a finite, non-negative number.
+    not a finite, non-negative number of at most 2**62.
     """
     graph, rows = read_instance(path)
 
     def column(name: str) -> np.ndarray:
         for row in rows:
             cost = row.get(name)
-            if not (isinstance(cost, int | float) and 0 <= cost < float("inf")):
+            if not (isinstance(cost, int | float) and 0 <= cost <= _MOST):
                 raise ValueError(
                     f"{os.fspath(path)}: {name} of node {row['name']!r} must be a "
-                    f"finite, non-negative number, got {cost!r}."
+                    "finite, non-negative number of at most 2**62, got "
+                    f"{repr(cost)[:40]}."
                 )
         return np.array([row[name] for row in rows], float)
 
@@ -55,8 +58,12 @@ def read_instance(path: str | os.PathLike) -> tuple[Graph, list[dict[str, Any]]]
             data = json.load(file)
             rows, edges = data["nodes"], data["edges"]
             for row in rows:
-                _ = row["name"], row["backward"], row["bytes"]
-        except (ValueError, TypeError, KeyError) as error:
+                _ = row["backward"], row["bytes"]
+                if not isinstance(row["name"], str):
+                    raise TypeError(f"a node has the name {row['name']!r}, no text")
+            if not isinstance(edges, list):
+                raise TypeError(f"its edges are {edges!r}, no list")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ValueError(
                 f"{os.fspath(path)} is not a planner instance: {error}. An instance is "
                 "JSON with nodes, each with a name, backward, bytes and costs, and "
@@ -64,7 +71,7 @@ def read_instance(path: str | os.PathLike) -> tuple[Graph, list[dict[str, Any]]]
             ) from error
     reads: list[list[int]] = [[] for _ in rows]
     for edge in edges:
-        whole = isinstance(edge, list) and all(isinstance(x, int) for x in edge)
+        whole = isinstance(edge, list) and all(type(x) is int for x in edge)
         producer, consumer = edge if whole and len(edge) == 2 else (-1, -1)
         if not 0 <= producer < consumer < len(rows):
             raise ValueError(

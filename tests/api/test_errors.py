@@ -688,7 +688,9 @@ def test_an_instance_is_read(tmp_path):
     assert costs.seconds.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("edge", [[0, 2], [-1, 1], [1, 0], [0, 0], [0], [0.5, 1]])
+@pytest.mark.parametrize(
+    "edge", [[0, 2], [-1, 1], [1, 0], [0, 0], [0], [0.5, 1], [False, True]]
+)
 def test_an_edge_that_leads_nowhere_is_refused(tmp_path, edge):
     with pytest.raises(ValueError) as caught:
         load(tmp_path, instance() | {"edges": [edge]})
@@ -696,13 +698,27 @@ def test_an_edge_that_leads_nowhere_is_refused(tmp_path, edge):
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-@pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "much"])
+@pytest.mark.parametrize(
+    "value",
+    [-1, float("nan"), float("inf"), "much", 2**63, 10**400],
+    ids=lambda x: str(x)[:9],
+)
 def test_a_cost_that_is_no_cost_is_refused(tmp_path, column, value):
     data = instance()
     data["nodes"][1][column] = value
     with pytest.raises(ValueError) as caught:
         load(tmp_path, data)
     assert_three_sentences(caught.value, "instance.json", "'b'", column)
+
+
+@pytest.mark.parametrize("wrong", [5, None, ["b"]])
+def test_a_name_of_a_node_is_text_and_edges_are_a_list(tmp_path, wrong):
+    data = instance()
+    data["nodes"][1]["name"] = wrong
+    for damaged in (data, instance() | {"edges": None}, instance() | {"edges": 5}):
+        with pytest.raises(ValueError) as caught:
+            load(tmp_path, damaged)
+        assert_three_sentences(caught.value, "instance.json")
 
 
 @pytest.mark.parametrize("name", ["name", "backward", "bytes", "seconds"])
@@ -714,7 +730,7 @@ def test_a_node_that_lacks_an_entry_is_refused(tmp_path, name):
     assert_three_sentences(caught.value, "instance.json", name)
 
 
-@pytest.mark.parametrize("data", ['{"nodes": [', "[]", '{"nodes": []}'])
+@pytest.mark.parametrize("data", ['{"nodes": [', "[]", '{"nodes": []}', "[" * 50_000])
 def test_a_file_that_is_no_instance_is_refused(tmp_path, data):
     with pytest.raises(ValueError) as caught:
         load(tmp_path, data)
