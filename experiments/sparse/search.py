@@ -37,7 +37,7 @@ from experiments.sparse.minilm import load_minilm
 from experiments.sparse.passages import CHAPTERS, chapters_task
 from experiments.sparse.schemes import WITHOUT_LIMIT, accuracy
 from poet_jax import cli
-from poet_jax.update import Found, Update, contributions, search
+from poet_jax.update import SearchResult, Update, contributions, search
 from poet_jax.viz.figures import drawn
 
 HEAD = {"head/**": 1.0}  # new, so every scheme trains it
@@ -115,7 +115,7 @@ def example(data: Dataset) -> Any:
 
 def searched(
     method: str, deadline: float, gains: dict[str, float]
-) -> tuple[Found, dict[str, Any]]:
+) -> tuple[SearchResult, dict[str, Any]]:
     """What a method finds, and its row."""
     full = full_usage()
     memory = poet_jax.core.plan.parse_budget(BUDGET.value, full.peak_bytes).memory_bytes

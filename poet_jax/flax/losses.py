@@ -12,7 +12,6 @@ import optax
 from poet_jax.core.equation import nbytes_of
 from poet_jax.core.errors import BudgetTooSmall, CannotTrace
 from poet_jax.core.units import format_bytes
-from poet_jax.update.part import named
 
 LossFn = Callable[[Callable, Any], Any]
 LOSS_FN = "The step calls loss_fn(model, batch), for a scalar or (scalar, aux)."
@@ -61,21 +60,6 @@ def takes_value(update: Callable[..., Any]) -> bool:
     return "value" in parameters or any(
         x.kind is inspect.Parameter.VAR_KEYWORD for x in parameters.values()
     )
-
-
-def refuse_trained(before: Any, after: Any) -> None:
-    """Raise CannotTrace for parameters that a loss has changed: the optimizer does.
-
-    `before` and `after` are trees of the same arrays otherwise.
-    """
-    old, new = dict(named(before)), dict(named(after))
-    for name in old | new:
-        if name not in old or name not in new or old[name] is not new[name]:
-            raise CannotTrace(
-                f"loss_fn changes the parameter {name!r}, which the optimizer trains. "
-                "Change parameters between steps, or by the optimizer, for example "
-                "with optax.projections. What a loss keeps is no nnx.Param."
-            )
 
 
 def donatable(state: Any, rest: Any) -> Any:

@@ -13,6 +13,7 @@ from poet_jax.api.effects import Effects
 from poet_jax.api.schedule import Schedule
 from poet_jax.api.transform import Scheduled
 from poet_jax.api.transform import schedule as schedule_function
+from poet_jax.core.errors import CannotTrace
 from poet_jax.core.plan import BudgetLike
 from poet_jax.emit.executor import Run
 from poet_jax.flax import modules
@@ -21,7 +22,6 @@ from poet_jax.flax.losses import (
     default_optimizer,
     donatable,
     explained,
-    refuse_trained,
     scalar_and_aux,
     takes_value,
 )
@@ -167,11 +167,29 @@ class PartOptimizer(nnx.Optimizer):
         return updates
 
 
+def _variables(model: nnx.Module, wrt: Any) -> dict[str, nnx.Variable]:
+    """By name, the variables that are trained."""
+    found = nnx.to_flat_state(nnx.state(model, wrt))
+    return {"/".join(map(str, path)): variable for path, variable in found}
+
+
+def _refuse_others(before: dict[str, Any], after: dict[str, Any]) -> None:
+    """Raise CannotTrace if a loss has made other variables than those trained."""
+    for name in before | after:
+        if before.get(name) is not after.get(name):
+            raise CannotTrace(
+                f"loss_fn replaces, adds or removes the parameter {name!r}, which the "
+                "optimizer trains. Change the model between steps. What only a loss "
+                "changes is an nnx.Variable that is no nnx.Param."
+            )
+
+
 class TrainStep:
     """A training step of an nnx module; made by `train_step`.
 
     `step(batch)` updates `model` and `optimizer` in place, and returns the loss, or
-    `(loss, aux)`.
+    `(loss, aux)`. What `loss_fn` changes in the model is kept, but for values of the
+    parameters that are trained.
     """
 
     def __init__(
@@ -272,9 +290,10 @@ class TrainStep:
             nonlocal after, made
             merged = part.merge(trainable, params)
             with modules.copies(nnx.merge(graphdef, merged, rest)) as replica:
+                trained = _variables(replica, optimizer.wrt)
                 loss, aux = self._loss(replica, batch)
+                _refuse_others(trained, _variables(replica, optimizer.wrt))
                 after, made, rest = modules.split_copies(replica, optimizer.wrt, ...)
-            refuse_trained(merged, nnx.as_pure(made))
             return loss, (aux, rest)
 
         trainable = part.split(params)

@@ -421,10 +421,9 @@ def test_what_a_loss_fn_changes_in_the_model_stays_changed():
     assert int(model.calls[...]) == 3 and model.mode == "used"
 
 
-class Clipped(MLP):
+class Replaced(MLP):
     def __call__(self, x):
-        kernel = nnx.state(self, nnx.PathContains("kernel"))
-        nnx.update(self, jax.tree.map(lambda x: jnp.clip(x, -0.1, 0.1), kernel))
+        self.layers[0] = nnx.Linear(8, 32, rngs=nnx.Rngs(1))
         return super().__call__(x)
 
 
@@ -434,13 +433,13 @@ class Renewed(MLP):
         return super().__call__(x) * self.more
 
 
-@pytest.mark.parametrize("kind", [Clipped, Renewed])
+@pytest.mark.parametrize("kind", [Replaced, Renewed])
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"update": LORA}])
 def test_a_loss_fn_that_changes_what_is_trained_is_refused(kind, options):
     """Its changes would be lost, or the gradients not be those of what is there."""
     model = kind(nnx.Rngs(0))
     before = nnx.to_pure_dict(nnx.state(model, nnx.Param))
-    with pytest.raises(poet_jax.CannotTrace, match="loss_fn changes the parameter"):
+    with pytest.raises(poet_jax.CannotTrace, match="loss_fn replaces, adds or removes"):
         train_step(model, "1GiB", **options)((VECTORS, VECTORS))
     after = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     jax.tree.map(np.testing.assert_array_equal, before, after)
