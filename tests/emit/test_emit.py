@@ -223,7 +223,8 @@ def test_an_instance_is_refused():
     graph = poet_jax.Graph(
         (poet_jax.core.Value("a", 8),), (poet_jax.core.Node("n", (), (0,)),)
     )
-    program = poet_jax.lower(graph, poet_jax.Plan((Compute(0),), *[None] * 4))
+    plan = poet_jax.Plan((Compute(0),), poet_jax.Status.HEURISTIC, 0, 0, "by hand")
+    program = poet_jax.lower(graph, plan)
     with pytest.raises(ValueError, match="trace"):
         emit(program)
 
