@@ -131,41 +131,28 @@ def workers():
     return found
 
 
-@contextlib.contextmanager
 def at_each_worker(act):
     """Call `act(its number)` soon after a solver's process starts, before it can have
     an answer."""
-    is_over, seen = threading.Event(), workers()
+    seen = workers()
 
-    def watch():
-        while not is_over.wait(0.001):
-            for number in workers() - seen:
-                seen.add(number)
-                time.sleep(0.05)
-                act(number)
+    def look():
+        for number in workers() - seen:
+            seen.add(number)
+            time.sleep(0.05)
+            act(number)
 
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
+    return _meanwhile(look)
 
 
 @contextlib.contextmanager
-def interrupted_waits(count):
-    """Ctrl-C the first `count` times that this thread waits for JAX."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    is_over, waiting = threading.Event(), threading.get_ident()
+def _meanwhile(look):
+    """Call `look()` again and again in another thread."""
+    is_over = threading.Event()
 
     def watch():
-        seen = []
-        while len(seen) < count and not is_over.wait(0.001):
-            for frame, _ in traceback.walk_stack(sys._current_frames()[waiting]):
-                if frame.f_code.co_name == "block_until_ready" and frame not in seen:
-                    seen.append(frame)
-                    os.kill(os.getpid(), signal.SIGINT)
+        while not is_over.wait(0.001):
+            look()
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -174,6 +161,21 @@ def interrupted_waits(count):
     finally:
         is_over.set()
         thread.join()
+
+
+def interrupted_waits(count):
+    """Ctrl-C the first `count` times that this thread waits for JAX."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    waiting, seen = threading.get_ident(), []
+
+    def look():
+        for frame, _ in traceback.walk_stack(sys._current_frames()[waiting]):
+            is_new = frame.f_code.co_name == "block_until_ready" and frame not in seen
+            if is_new and len(seen) < count:
+                seen.append(frame)
+                os.kill(os.getpid(), signal.SIGINT)
+
+    return _meanwhile(look)
 
 
 def interrupted():

@@ -231,7 +231,7 @@ def pareto(
 
 
 def _ratio(used: float, base: float) -> float:
-    """How much is used for each that keep-all uses; 1 where that is none."""
+    """`used` over what keep-all uses; 1 where keep-all uses nothing."""
     return used / base if base else 1.0
 
 

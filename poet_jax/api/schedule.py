@@ -213,7 +213,7 @@ class Schedule(Planned):
         return dataclasses.replace(schedule, saved_bytes=nbytes)
 
 
-# What reading a file raises that is no schedule.
+# Errors of reading a damaged file.
 _DAMAGE = (
     ArithmeticError,
     AttributeError,

@@ -63,9 +63,11 @@ def save_paged(
     """Write arrays, by name, to a file in the format of safetensors.
 
     Arrays may be `PagedArray`s; one at a time is in RAM. An existing file is replaced
-    once the new one is complete on storage. `metadata` goes into its header. Raises
-    ValueError for a dtype that the format lacks, such as typed PRNG keys, for what is
-    no array, and for a name that is no string or "__metadata__"; and OSError.
+    once the new one is complete on storage. `metadata` goes into its header.
+
+    Raises OSError, and ValueError for a dtype that the format lacks, such as typed PRNG
+    keys. Names must be strings other than "__metadata__", and values arrays; others are
+    a ValueError, too.
     """
     write(path, arrays, metadata or {})
 

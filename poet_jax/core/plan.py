@@ -275,7 +275,7 @@ class _Called(BasePlanner):
 
 
 def checked(graph: Graph, plan: Any, name: str) -> Plan:
-    """`plan`, which `name` returned. Raises PlanInvalid for what is none of `graph`."""
+    """`plan`, which `name` returned. Raises PlanInvalid if it cannot be of `graph`."""
     if (problem := _problem(graph, plan)) is None:
         return plan
     raise PlanInvalid(

@@ -215,23 +215,21 @@ def lower_actions(graph: Graph, actions: Sequence[Action]) -> Program:
 
     for position, action in enumerate(actions, start=1):
         match action:
-            case Compute(number) if 0 <= number < len(graph.nodes):
+            case Compute(number):
                 node = graph.nodes[number]
                 for value in node.reads:
                     last_use[value] = position
                 for value in node.writes:
                     drop(value)
                     last_use[value] = position
-            case PageOut(value) if 0 <= value < len(graph.values):
+            case PageOut(value):
                 last_use[value] = position
-            case PageIn(value) if 0 <= value < len(graph.values):
+            case PageIn(value):
                 drop(value)
                 last_use[value] = position
-            case Free(value) if 0 <= value < len(graph.values):
+            case Free(value):
                 last_use[value] = position
                 drop(value)
-            case _:
-                raise _invalid(f"has {action!r}, {_extent(graph)}")
     returned = frozenset(graph.returned)
     for value in list(last_use):
         if value not in returned:

@@ -44,8 +44,10 @@ def split(args: Any, kwargs: Any) -> tuple[Any, Any, Any, list[Any]]:
 
 
 def call(step: Any, structure: Any, variables: Any, rest: Any) -> Any:
-    """`step` on copies of the modules of `split`: their variables afterwards, its
-    result, a `Structure`, and arrays that are others than before.
+    """Call `step` on copies of the modules that `split` found.
+
+    Returns their variables afterwards, the result of `step`, a `Structure`, and the
+    arrays that have changed.
 
     Raises CannotTrace for an attribute that is neither an array of the module nor a
     constant.
@@ -62,8 +64,8 @@ def call(step: Any, structure: Any, variables: Any, rest: Any) -> Any:
         hash(graphdef)
     except TypeError as error:
         raise CannotTrace(
-            "The step sets a plain attribute of a module to what is no constant "
-            f"({error}). Assign nnx.data(array) for an array, or an nnx.Variable."
+            "A plain attribute of a module must be a constant, and the step sets one "
+            f"to another value ({error}). Assign nnx.data(array), or an nnx.Variable."
         ) from error
     known = dict(nnx.to_flat_state(arrays))
     same, changed = [], []
@@ -112,7 +114,7 @@ def split_copies(modules: Any, *filters: Any) -> tuple[Any, ...]:
 
 
 def write_back(modules: Any, graphdef: Any, *states: Any) -> None:
-    """Make of `modules` what `split_copies` found of their copies."""
+    """Give `modules` the state and the structure that their copies have."""
     with nnx.update_context(_TAG):
         with nnx.split_context(_TAG) as context:
             context.split(modules)

@@ -48,7 +48,7 @@ def run_passes(graph: Graph, passes: Iterable[Pass] = PASSES) -> Graph:
             raise TypeError(
                 f"The pass {getattr(change, '__name__', change)} returned a "
                 f"{type(graph).__name__}. A pass returns a poet_jax.Graph: the one "
-                "that it was given, or that of a poet_jax.passes.Rewriter."
+                "that it was given, or the result of a Rewriter."
             )
     return graph
 

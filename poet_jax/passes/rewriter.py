@@ -35,8 +35,10 @@ def ends(graph: Graph, now: Callable[[int], int]) -> dict[str, Any]:
 def with_all_before(
     number: int, before: Mapping[int, Sequence[int]], done: set[int]
 ) -> Iterator[int]:
-    """`number` after all that comes `before` it, directly or not, without what is
-    `done`; adds them to that."""
+    """`number` after its predecessors in `before`, and theirs, in an order that works.
+
+    Skips what is `done`, and adds the rest to it.
+    """
     stack = [number]
     while stack:
         missing = [n for n in before[stack[-1]] if n not in done]

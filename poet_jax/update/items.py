@@ -236,7 +236,7 @@ class Items:
 
 
 def _finite(pattern: str, gain: Any) -> float:
-    """A gain as a float. Raises ValueError for what is no finite number."""
+    """A gain as a float. Raises ValueError unless it is a finite number."""
     with contextlib.suppress(TypeError, OverflowError):
         if math.isfinite(gain):
             return float(gain)

@@ -517,7 +517,7 @@ def test_sown_losses_begin_anew_in_each_step(microbatches):
 
 
 class Counted(nn.Module):
-    """A collection of what is sown and of a variable."""
+    """One collection holds a sown value and a variable."""
 
     @nn.compact
     def __call__(self, x):

@@ -436,7 +436,7 @@ class Renewed(MLP):
 @pytest.mark.parametrize("kind", [Replaced, Renewed])
 @pytest.mark.parametrize("options", [{}, {"microbatches": 2}, {"update": LORA}])
 def test_a_loss_fn_that_changes_what_is_trained_is_refused(kind, options):
-    """Its changes would be lost, or the gradients not be those of what is there."""
+    """The gradients belong to the old variables."""
     model = kind(nnx.Rngs(0))
     before = nnx.to_pure_dict(nnx.state(model, nnx.Param))
     with pytest.raises(poet_jax.CannotTrace, match="loss_fn replaces, adds or removes"):
@@ -572,7 +572,7 @@ def replace(model):
 
 @pytest.mark.parametrize("change", [tie, retype, move, swap, refer, replace])
 def test_objects_are_those_that_nnx_jit_leaves(change):
-    """Which ones are the same, where they are, and of which type."""
+    """The same objects stand at the same paths, with the same types."""
 
     def left(wrap):
         layers = [nnx.Linear(8, 8, rngs=nnx.Rngs(n)) for n in range(2)]

@@ -391,9 +391,9 @@ def landing(graph: Graph) -> dict[int, int]:
 def with_own_results(graph: Graph) -> Graph:
     """`graph`, of single equations, whose new state lies where `replacing` says.
 
-    A replaced argument that is a result, too, is copied before what replaces it is
-    made, unless it takes the place of itself. Any other result that is to lie on
-    storage is copied if it lies elsewhere, too.
+    An argument may be replaced and be a result, too. It is copied before its
+    replacement is computed, unless it replaces itself. Any other result for storage is
+    copied if it also lies elsewhere.
     """
     heirs, replaced = replacing(graph), landing(graph)
     moved, end = set(moved_results(graph)), len(graph.nodes)
