@@ -1,7 +1,7 @@
 """Group the equations that XLA would fuse, so that a node is worth scheduling.
 
 Every expensive equation is a node of its own; the light equations between expensive
-ones form one node per connected component. Six rules keep the groups useful:
+ones form one node per connected component. Seven rules keep the groups useful:
 
 - A value of at most `TINY_BYTES` does not tie two groups together: a step counter would
   otherwise join every parameter's update into one node.
@@ -16,6 +16,8 @@ ones form one node per connected component. Six rules keep the groups useful:
 - A product that is only read transposed, as the gradient of a kernel is, is taken the
   other way around: an update that read it across its rows would take several times as
   long.
+- A group that holds many large values at once, as a long chain of light equations and
+  its backward pass would, is cut where least is alive.
 
 Groups are numbered by depth, and every edge between two groups leads to a greater
 depth, so merging never makes a cycle.
@@ -24,6 +26,7 @@ depth, so merging never makes a cycle.
 import dataclasses
 import graphlib
 import heapq
+import itertools
 from collections.abc import Iterable
 
 from poet_jax.core.equation import Equation
@@ -32,6 +35,9 @@ from poet_jax.core.rebuilding import with_nodes
 from poet_jax.passes.operations import HEAVY
 
 TINY_BYTES = 4096
+# What a group may hold inside, in terms of what its largest equation reads and writes:
+# those of common layers and optimizers, forward and backward, hold 2.3 at most.
+MOST_HELD = 2.5
 
 
 def is_heavy(node: Node) -> bool:
@@ -254,9 +260,42 @@ class _Coarsener:
             for group in sorter.get_ready():
                 heapq.heappush(ready, (position[group], group))
             _, group = heapq.heappop(ready)
-            nodes.append(self.merge(sorted(group.members)))
+            nodes.extend(self.pieces(sorted(group.members)))
             sorter.done(group)
         return nodes
+
+    def pieces(self, members: list[int]) -> Iterable[Node]:
+        """One node of the members, or several of consecutive ones: four at least, since
+        each adds to what is alive no more than it touches."""
+        alive = self.alive_bytes(members)
+        largest = max(self.touched_bytes(n) for n in members)
+        if max(alive) <= MOST_HELD * largest:
+            yield self.merge(members)
+            return
+        quarter = len(members) // 4
+        cut = min(range(quarter, len(members) - quarter), key=alive.__getitem__) + 1
+        yield from self.pieces(members[:cut])
+        yield from self.pieces(members[cut:])
+
+    def touched_bytes(self, number: int) -> int:
+        node = self.graph.nodes[number]
+        touched = (*self.reads(number), *node.writes)
+        return sum(self.graph.values[v].nbytes for v in touched)
+
+    def alive_bytes(self, members: list[int]) -> list[int]:
+        """Of values that only members read, what is alive after each member."""
+        place = {n: i for i, n in enumerate(members)}
+        change = [0] * (len(members) + 1)
+        for number in members:
+            for value in self.graph.nodes[number].writes:
+                readers = set(self.all_readers(value))
+                if value in self.graph.leaving or not readers <= place.keys():
+                    continue
+                nbytes = self.graph.values[value].nbytes
+                last = max((place[n] for n in readers), default=place[number])
+                change[place[number]] += nbytes
+                change[last] -= nbytes
+        return list(itertools.accumulate(change))
 
     def merge(self, members: list[int]) -> Node:
         """One node of the members' equations, free nodes repeated before their
