@@ -300,6 +300,7 @@ def random_order(rng):
     x, y = odd[rng.integers(8, size=shape)], normal(rng, *shape)
     number = rng.integers(-3, 4, shape, dtype=np.int32)
     byte = number.astype([np.int8, np.uint8, np.int16, np.uint32][rng.integers(4)])
+    most, one = int(rng.integers(1, shape[axis] + 1)), rng.random() < 0.5
     return [
         (lambda x: lax.sort(x, axis), (x,)),
         (lambda x: jnp.argsort(x, axis), (x,)),
@@ -308,7 +309,9 @@ def random_order(rng):
         (lambda x: -jnp.sort(-x, axis), (number,)),
         (jax.grad(lambda x: (jnp.sort(x, axis)[0] ** 2).sum()), (y,)),
         (lambda x: jnp.median(x, axis), (y,)),
-    ][rng.integers(7)]
+        (lambda x: lax.top_k(x, most, axis=axis), (x if one else byte,)),
+        (jax.grad(lambda y: (lax.top_k(y, most, axis=axis)[0] ** 2).sum()), (y,)),
+    ][rng.integers(9)]
 
 
 KERNELS = {

@@ -389,11 +389,15 @@ void poet_order(int32_t *order, int32_t count, const void *keys, int32_t step,
   }
 }
 
+uint32_t poet_rank_total(const void *keys, int32_t at) {
+  const uint32_t bits = poet_bits(((const float *)keys)[at]);
+  return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
 uint32_t poet_rank_float(const void *keys, int32_t at) {
   const float x = ((const float *)keys)[at];
   if (x != x) return ~0u;
-  const uint32_t bits = x == 0.0f ? 0u : poet_bits(x);
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
+  return x == 0.0f ? 0x80000000u : poet_rank_total(keys, at);
 }
 
 #define POET_RANK(type, lowest)                                  \

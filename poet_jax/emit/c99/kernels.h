@@ -71,9 +71,11 @@ void poet_combine_set(void *a, const void *b);
 void poet_combine_set_bytes(void *a, const void *b);
 
 /* Let the first `count` of 2 * count numbers of elements be in the order of their keys,
-   which are `step` apart; of equal keys in the order that they have. NaN is last. */
+   which are `step` apart; of equal keys in the order that they have. For `float`, zeros
+   are equal and NaN is last; `total` tells zeros apart, and NaN by sign. */
 void poet_order(int32_t *order, int32_t count, const void *keys, int32_t step,
                 uint32_t (*rank)(const void *, int32_t));
+uint32_t poet_rank_total(const void *keys, int32_t at);
 uint32_t poet_rank_float(const void *keys, int32_t at);
 uint32_t poet_rank_int32(const void *keys, int32_t at);
 uint32_t poet_rank_int16(const void *keys, int32_t at);

@@ -1,5 +1,6 @@
 """The text of the files of a C99 project."""
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -58,8 +59,9 @@ def numbers(array: np.ndarray) -> Iterable[str]:
 def _float_text(x: float) -> str:
     """A number of a table: nine digits give back every float."""
     text = f"{x:.9g}"
-    if "n" in text:  # what is no finite number, as a constant expression
-        return {"inf": "INFINITY", "-inf": "-INFINITY"}.get(text, "NAN")
+    if not math.isfinite(x):  # a constant expression; NaN keeps its sign
+        sign = "-" if math.copysign(1, x) < 0 else ""
+        return sign + ("NAN" if math.isnan(x) else "INFINITY")
     return f"{text}f" if "." in text or "e" in text else f"{text}.0f"
 
 
