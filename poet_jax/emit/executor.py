@@ -2,9 +2,12 @@
 
 import contextlib
 import dataclasses
+import functools
+import itertools
+import operator
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -115,8 +118,8 @@ class Step:
       graph: what is compiled in another form; says what is in RAM from the beginning.
       scratch_bytes: that libraries allocate without XLA's knowledge.
       recomputed: nodes that run again.
-      signal: which of the flat results tells that the step is done, as `signal` finds
-        it; if None, a call waits for all.
+      signal: takes of the results the one that tells that the step is done, as
+        `signal` finds it; if None, a call waits for all.
 
     Attributes:
       nbytes: RAM while it runs, by XLA's own count, arguments and results included.
@@ -132,7 +135,7 @@ class Step:
         *,
         scratch_bytes: int = 0,
         recomputed: int = 0,
-        signal: int | None = None,
+        signal: Callable[[Any], Any] | None = None,
     ):
         self._jitted, self._signal = jitted, signal
         # JAX keeps what it compiled; nothing here does, so that jax.clear_caches()
@@ -149,6 +152,7 @@ class Step:
         )
         self._recomputed = recomputed
         self._start, self._seconds = 0.0, 0.0
+        self._weakly: weakref.ref[Step] = weakref.ref(self)
 
     @property
     def compiled(self) -> jax.stages.Compiled:
@@ -177,11 +181,9 @@ class Step:
                 "was donated to an earlier call is gone, even if that call failed. Use "
                 "what that call returned, or a copy."
             ) from error
-        telling = results
-        if self._signal is not None:
-            telling = jax.tree.leaves(results)[self._signal]
+        telling = results if self._signal is None else self._signal(results)
         if not isinstance(telling, Tracer):  # which another function's trace makes
-            running.append(Call(weakref.ref(self), telling))
+            running.append(Call(self._weakly, telling))
         if self._signal is None:
             wait()
             jax.block_until_ready(results)  # raises what the step has failed of
@@ -211,9 +213,9 @@ class Call:
 running: list[Call] = []  # that may not have ended
 
 
-def signal(graph: Graph) -> int | None:
-    """The smallest of the flat results of a traced function that are computed; None if
-    it is large.
+def signal(graph: Graph) -> Callable[[Any], Any] | None:
+    """Takes a small one of the results of a traced function that are computed; None if
+    there is none.
 
     JAX returns an argument that is a result as it is, which tells nothing. In a graph
     it is copied.
@@ -230,22 +232,42 @@ def signal(graph: Graph) -> int | None:
         if v in graph.producer and v not in copies
         if graph.values[v].dtype != jax.dtypes.float0  # which NumPy has at once
     ]
-    nbytes, leaf = min(sizes, default=(SIGNAL_BYTES + 1, 0))
-    return leaf if nbytes <= SIGNAL_BYTES else None
+    small = [leaf for nbytes, leaf in sorted(sizes) if nbytes <= SIGNAL_BYTES]
+    # To flatten sorts every dict, which short steps feel.
+    keys = dict(_in_containers(graph.out_tree))
+    near = [keys[leaf] for leaf in small if leaf in keys]
+    if near:
+        return functools.partial(functools.reduce, operator.getitem, min(near, key=len))
+    return (lambda results: jax.tree.leaves(results)[small[0]]) if small else None
+
+
+def _in_containers(tree: Any, leaf: int = 0, keys: tuple = ()) -> Iterator[tuple]:
+    """(leaf, keys to it) for what lies in tuples, lists and dicts alone."""
+    kind, names = tree.node_data() or (None, ())
+    if kind is None:
+        yield leaf, keys
+    elif kind in (tuple, list, dict):
+        each = names if kind is dict else itertools.count()
+        for key, child in zip(each, tree.children(), strict=False):
+            yield from _in_containers(child, leaf, (*keys, key))
+            leaf += child.num_leaves
 
 
 def wait() -> None:
     """Return when no step runs. What interrupts that leaves `running` as it is."""
     while running:
-        with contextlib.suppress(IndexError, ValueError):  # another thread was first
+        try:
             call = running[0]
-            # A step that failed says so where its results are used; one whose results
-            # were donated since is waited for by what took them.
-            with contextlib.suppress(RuntimeError, ValueError):
+            try:
                 jax.block_until_ready(call.telling)
                 if (step := call.step()) is not None:
                     step.done()
+            except (RuntimeError, ValueError):
+                pass  # A step that failed says so where its results are used; one
+                # whose results were donated since is waited for by what took them.
             running.remove(call)
+        except (IndexError, ValueError):
+            pass  # another thread was first
 
 
 def outlast() -> None:
