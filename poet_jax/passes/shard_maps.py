@@ -7,17 +7,17 @@ graph whose shards are what the devices made.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax import lax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from poet_jax.core.equation import Equation
-from poet_jax.core.graph import Graph, Node
-from poet_jax.core.trace import trace_body
+from poet_jax.core.equation import Equation, Literal
+from poet_jax.core.graph import Graph, Node, Value
+from poet_jax.core.trace import trace_body, trace_part
 from poet_jax.passes.grouping import group
 from poet_jax.passes.splicing import Splicer
 
@@ -26,7 +26,8 @@ def open_shard_maps(graph: Graph) -> Graph:
     """`graph` with each node of a `shard_map`'s body as a `shard_map` of its own.
 
     Nodes are those that `group` makes of the body. A loop in a body stays one node.
-    Bodies with an effect, and on axes of an explicit mesh, stay as they are.
+    Bodies with an effect, and with types that name other axes than those of the
+    `shard_map`, stay as they are.
     """
     if not any(map(_may_open, graph.nodes)):
         return graph
@@ -37,10 +38,17 @@ def _may_open(node: Node) -> bool:
     if len(node.equations) != 1 or not node.repeatable:
         return False
     (equation,) = node.equations
-    return (
-        equation.primitive.name == "shard_map"
-        and AxisType.Explicit not in equation.params["mesh"].axis_types
-    )
+    if equation.primitive.name != "shard_map":
+        return False
+    mesh, axes = equation.params["mesh"], equation.params["newly_manual_axes"]
+    return axes.issuperset(_explicit_axes(mesh))
+
+
+def _explicit_axes(mesh: Any) -> Iterator[Any]:
+    """Axes that are part of the types of arrays."""
+    for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
+        if kind == AxisType.Explicit:
+            yield name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +78,13 @@ class _Manual:
             varying = self.axes
         along = tuple(axis for axis in self.mesh.axis_names if axis in varying)
         return _Form(P(along), not shape) if along else _Form(P())
+
+    def aval(self, value: Value, form: _Form) -> jax.ShapeDtypeStruct:
+        """Of an array in a form, which is part of its type on explicit axes."""
+        if not any(_explicit_axes(self.mesh)):
+            return value.aval
+        mesh = getattr(self.mesh, "abstract_mesh", self.mesh)
+        return value.aval.update(sharding=NamedSharding(mesh, form.spec))
 
     def mapped(
         self, fun: Callable, reads: Sequence[_Form], writes: Sequence[_Form]
@@ -115,14 +130,14 @@ class _Opener(Splicer):
             self.constants[known[v]] = array
         forms = self.forms(body, manual, equation)
         for part in body.nodes:
-            fun = manual.mapped(
-                part, [forms[v] for v in part.reads], [forms[v] for v in part.writes]
-            )
-            results = self.add(
+            results = self.mapped(
+                manual,
                 f"{node.name}/{part.name}",
                 node.backward or part.backward,
-                fun,
+                part,
                 [known[v] for v in part.reads],
+                [forms[v] for v in part.reads],
+                [forms[v] for v in part.writes],
             )
             known.update(zip(part.writes, results, strict=True))
         taken = {*body.arguments, *body.constants}
@@ -131,12 +146,37 @@ class _Opener(Splicer):
         ):
             form = _Form(spec)
             if v in taken or forms[v] != form:
-                fun = manual.mapped(lambda x: (x,), [forms[v]], [form])
-                (known_now,) = self.add(node.name, node.backward, fun, [known[v]])
+                (known_now,) = self.mapped(
+                    manual,
+                    node.name,
+                    node.backward,
+                    lambda x: (x,),
+                    [known[v]],
+                    [forms[v]],
+                    [form],
+                )
             else:
                 known_now = known[v]
                 taken.add(v)
             self.instead[result] = known_now
+
+    def mapped(
+        self,
+        manual: _Manual,
+        name: str,
+        backward: bool,
+        fun: Callable,
+        operands: Sequence[Any],
+        reads: Sequence[_Form],
+        writes: Sequence[_Form],
+    ) -> list[Any]:
+        """Values of `fun` of shards."""
+        avals = [
+            x.value if isinstance(x, Literal) else manual.aval(self.values[x], form)
+            for x, form in zip(operands, reads, strict=True)
+        ]
+        part = trace_part(manual.mapped(fun, reads, writes), *avals)
+        return self.splice((part, {}), operands, name, backward)
 
     def forms(
         self, body: Graph, manual: _Manual, equation: Equation

@@ -189,9 +189,12 @@ def tensor_parallel(params, x):
     return jax.lax.pmean(jnp.mean(x**2), "data")
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_a_plan_goes_into_the_body_of_a_shard_map(check_vma):
-    on = mesh((4, 2), ("data", "model"))
+@pytest.mark.parametrize(
+    ("check_vma", "axis_type"),
+    [(True, AxisType.Explicit), (True, AxisType.Auto), (False, AxisType.Explicit)],
+)
+def test_a_plan_goes_into_the_body_of_a_shard_map(check_vma, axis_type):
+    on = mesh((4, 2), ("data", "model"), axis_type)
     specs = {"up": [P(None, "model")] * LAYERS, "down": [P("model")] * LAYERS}
 
     @functools.partial(
@@ -218,8 +221,9 @@ def test_a_plan_goes_into_the_body_of_a_shard_map(check_vma):
     assert_close(planned(params, x), jax.jit(train)(params, x))
 
 
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("check_vma", [True, False])
-def test_the_body_of_a_shard_map_is_the_same_in_nodes(check_vma):
+def test_the_body_of_a_shard_map_is_the_same_in_nodes(check_vma, axis_type):
     def body(x, scale, key):
         whole = jax.lax.all_gather(x, "data", tiled=True)
         part = jax.lax.psum_scatter(whole * scale, "data", tiled=True)
@@ -230,7 +234,7 @@ def test_the_body_of_a_shard_map_is_the_same_in_nodes(check_vma):
         mean = jax.lax.pmean(total * number.astype(float), "data")
         return x, turned + noise, (mean, 1.5), jnp.full(3, total), mean
 
-    on = mesh((4, 2), ("data", "model"))
+    on = mesh((4, 2), ("data", "model"), axis_type)
     mapped = jax.shard_map(
         body,
         mesh=on,
@@ -238,7 +242,9 @@ def test_the_body_of_a_shard_map_is_the_same_in_nodes(check_vma):
         out_specs=(P("data"), P("data"), P(), P("data"), P()),
         check_vma=check_vma,
     )
-    args = jnp.arange(24.0).reshape(8, 3), jnp.float32(2), jax.random.key(0)
+    rows = NamedSharding(on, P("data"))
+    x = jax.device_put(jnp.arange(24.0).reshape(8, 3), rows)
+    args = x, jnp.float32(2), jax.random.key(0)
     graph = open_shard_maps(trace(mapped, *args))
     assert len(graph.nodes) > 8
     results = jax.jit(lambda *flat: graph(*flat))(*args)
