@@ -132,16 +132,18 @@ class _Coarsener:
         return rooted
 
     def transposed_products(self) -> Iterable[tuple[int, int]]:
-        """(transpose, product of two matrices that nothing else reads), nodes."""
+        """(transpose, product of matrices that nothing else reads), nodes."""
         for number, node in enumerate(self.graph.nodes):
-            if node.equations[0].params.get("permutation") != (1, 0):
+            permutation = node.equations[0].params.get("permutation")
+            if permutation is None:
                 continue
             for value, maker in self.producers(number):
-                alone = list(self.all_readers(value)) == [number]
+                product = self.graph.nodes[maker].equations[0]
                 if (
-                    alone
+                    list(self.all_readers(value)) == [number]
                     and value not in self.graph.leaving
-                    and can_turn(self.graph.nodes[maker].equations[0])
+                    and can_turn(product)
+                    and permutation == turns(product)
                 ):
                     yield number, maker
 
@@ -332,28 +334,36 @@ class _Coarsener:
 
 
 def can_turn(equation: Equation) -> bool:
-    """Whether it is a product of two arrays that `turned` can take."""
+    """Whether it is a product of matrices, or of stacks of them, for `turned`."""
     if equation.primitive.name != "dot_general" or equation.lowering is not None:
         return False
-    contracted, batch = equation.params["dimension_numbers"]
+    dimension_numbers = equation.params["dimension_numbers"]
     shapes = (x.shape for x in equation.operand_shapes)
     of_matrices = all(
-        len(shape) == len(axes) + 1
-        for shape, axes in zip(shapes, contracted, strict=True)
+        len(shape) == len(axes) + len(stacked) + 1
+        for shape, axes, stacked in zip(shapes, *dimension_numbers, strict=True)
     )
     sharding = equation.params.get("out_sharding")
     is_cut = sharding is not None and any(sharding.spec)
-    return of_matrices and not is_cut and not any(map(len, batch))
+    return of_matrices and not is_cut
+
+
+def turns(product: Equation) -> tuple[int, ...]:
+    """The permutation that transposes each matrix of a product."""
+    _, (stacked, _) = product.params["dimension_numbers"]
+    first = len(stacked)
+    return *range(first), first + 1, first
 
 
 def turned(product: Equation, transpose: Equation) -> Equation:
     """The transpose of a product, as the product of its factors in the other order."""
-    ((left, right), batch), precision = (
+    (contracted, stacked), precision = (
         product.params[name] for name in ("dimension_numbers", "precision")
     )
     if isinstance(precision, tuple):
         precision = precision[::-1]
-    changed = {"dimension_numbers": ((right, left), batch), "precision": precision}
+    numbers = contracted[::-1], stacked[::-1]
+    changed = {"dimension_numbers": numbers, "precision": precision}
     return dataclasses.replace(
         product,
         params=product.params | changed,

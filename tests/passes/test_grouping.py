@@ -177,8 +177,11 @@ def test_effects_make_no_cycle_with_what_joins_around_them():
     np.testing.assert_allclose(graph(x)[0], fun(x), rtol=1e-6)
 
 
-@pytest.mark.parametrize("subscripts", ["ijk,k->ji", "k,kij->ji", "ik,kj->ji"])
-def test_only_a_product_of_matrices_is_turned(subscripts):
+@pytest.mark.parametrize(
+    "subscripts",
+    ["ijk,k->ji", "k,kij->ji", "ik,kj->ji", "bik,bkj->bji", "bik,bkj->jbi"],
+)
+def test_a_product_that_is_read_transposed_is_the_same(subscripts):
     left, right = (
         np.random.default_rng(0).normal(size=(4,) * len(x)).astype(np.float32)
         for x in subscripts.split("->")[0].split(",")
@@ -225,6 +228,18 @@ def test_a_kernel_gets_its_gradient_as_it_lies():
     assert graph.values[product.writes[0]].shape == kernel.shape
     expected = jax.jit(step)(kernel, x)
     np.testing.assert_allclose(graph(kernel, x)[0], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_single_examples_lie_as_the_kernel_does():
+    def loss(kernel, x):
+        return (jnp.tanh(x @ kernel) ** 2).sum()
+
+    gradients = jax.vmap(jax.grad(loss), (None, 0))
+    kernel, x = jnp.ones((32, 64)), jnp.ones((8, 48, 32))
+    graph = poet_jax.passes.group(poet_jax.trace(gradients, kernel, x))
+    assert [x.primitive.name for x in graph.nodes[-1].equations] == ["dot_general"]
+    (found,) = graph(kernel, x)
+    np.testing.assert_allclose(found, gradients(kernel, x), rtol=1e-5)
 
 
 def test_a_product_that_is_read_both_ways_stays_as_it_is():

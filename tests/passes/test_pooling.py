@@ -1,5 +1,5 @@
 """Gradients of max pooling by comparison: XLA's numbers, also for equal elements,
-infinities and what padding surrounds; and sums of few elements by additions."""
+infinities and what padding surrounds."""
 
 import functools
 
@@ -103,46 +103,3 @@ def test_they_need_less_memory_than_a_scatter():
         np.testing.assert_array_equal(scheduled(image), jax.grad(fun)(image))
         needs.append(scheduled.plan(image).compiled_bytes)
     assert needs[0] < needs[1] - 2 * image.nbytes
-
-
-@examples(40)
-@given(data=st.data())
-def test_short_sums_are_the_sums_of_xla(data):
-    shape = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=5))
-    axes = data.draw(st.sets(st.integers(0, len(shape) - 1)))
-    dtype = data.draw(st.sampled_from([np.float32, np.float16, np.int32]))
-    rng = np.random.default_rng(0)
-    array = jnp.asarray(8 * rng.normal(size=shape), dtype)
-
-    def fun(array):
-        return jax.lax.reduce_sum(array, sorted(axes))
-
-    graph = poet_jax.passes.cpu_kernels(poet_jax.trace(fun, array))
-    count = np.prod([shape[axis] for axis in axes], dtype=int)
-    is_short = 1 < count <= 4 and len(shape) - 1 not in axes and dtype is np.float32
-    assert graph.is_lowered == is_short
-    np.testing.assert_array_equal(
-        jax.jit(graph.__call__)(array)[0], jax.jit(fun)(array)
-    )
-
-
-def test_the_gradient_of_upsampling_needs_no_copy_of_the_image():
-    """Of a part of an image, as in a U-Net."""
-
-    def fun(image):
-        large = jnp.repeat(jnp.repeat(image, 2, 1), 2, 2)
-        return (jnp.concatenate([large, -large], 3) ** 2).sum()
-
-    image = jax.random.normal(jax.random.key(0), (4, 32, 32, 8))
-    workspaces = []
-    for is_changed in (True, False):
-        graph = poet_jax.passes.group(poet_jax.trace(jax.grad(fun), image))
-        graph = poet_jax.passes.cpu_kernels(graph) if is_changed else graph
-        compiled = (
-            jax.jit(lambda image, graph=graph: graph(image)[0]).lower(image).compile()
-        )
-        workspaces.append(compiled.memory_analysis().temp_size_in_bytes)
-        np.testing.assert_allclose(compiled(image), jax.grad(fun)(image), rtol=1e-6)
-    # XLA makes one up to JAX 0.11, with its own sums.
-    more = image.nbytes if jax.__version_info__ < (0, 12) else -1
-    assert workspaces[0] < workspaces[1] - more

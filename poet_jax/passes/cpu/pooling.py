@@ -1,14 +1,11 @@
-"""Pooling and its gradients, for XLA's CPU backend.
+"""The gradient of max pooling, for XLA's CPU backend.
 
-For the gradient of max pooling XLA computes indices and scatters: about five times the
-image in memory, and ten times slower than comparing shifted images. Short sums, as in
-the gradient of `jnp.repeat`, it computes axis by axis from a copy of the image.
+XLA computes indices and scatters: about five times the image in memory, and ten times
+slower than comparing shifted images.
 """
 
-import functools
 import itertools
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,7 +16,6 @@ from jax import lax
 from poet_jax.core.equation import Equation
 
 MOST_ELEMENTS = 16  # of a window; each is one more term per element of the image
-MOST_TERMS = 4  # of a short sum
 
 
 def is_pool_gradient(equation: Equation) -> bool:
@@ -36,31 +32,6 @@ def is_pool_gradient(equation: Equation) -> bool:
         and not any(params["padding"][0])
         and jnp.issubdtype(image.dtype, jnp.floating)
     )
-
-
-def is_short_sum(equation: Equation) -> bool:
-    """Whether it adds at most `MOST_TERMS` elements that are apart in memory."""
-    if equation.primitive.name != "reduce_sum":
-        return False
-    (array,) = equation.operand_shapes
-    axes = equation.params["axes"]
-    return (
-        array.dtype in (jnp.dtype("float32"), jnp.dtype("float64"))
-        and 1 < math.prod(array.shape[axis] for axis in axes) <= MOST_TERMS
-        and array.ndim - 1 not in axes
-    )
-
-
-def by_additions(params: dict[str, Any], array: jax.Array) -> jax.Array:
-    """The sum of an array over `params["axes"]`, in XLA's order."""
-    terms = [array]
-    for axis in sorted(params["axes"], reverse=True):
-        terms = [
-            lax.index_in_dim(term, index, axis, keepdims=False)
-            for index in range(array.shape[axis])
-            for term in terms
-        ]
-    return functools.reduce(operator.add, terms)
 
 
 def by_comparison(params: dict[str, Any], slope: jax.Array, image: jax.Array):

@@ -10,7 +10,7 @@ from typing import Any
 from poet_jax.core.equation import Equation
 from poet_jax.core.graph import Graph
 from poet_jax.core.rebuilding import map_equations
-from poet_jax.passes.cpu import convolution, depthwise, pooling
+from poet_jax.passes.cpu import convolution, depthwise, pooling, sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,10 +72,18 @@ RULES = (
     ),
     Rule(
         "short_sum",
-        pooling.is_short_sum,
-        pooling.by_additions,
+        sums.is_short_sum,
+        sums.by_additions,
         "the gradient of upsampling needs no copy of the image; same bits, but for the "
         "sign of a sum of zeros",
+    ),
+    Rule(
+        "sum_of_batch",
+        sums.is_sum_of_batch,
+        sums.by_product,
+        "32 x 98,304: 0.3 ms instead of 26; 256 x 64 x 128, each times a factor: 0.6 "
+        "instead of 10; below 16,384 columns, or 1,024 of several axes, XLA takes as "
+        "long",
     ),
 )
 

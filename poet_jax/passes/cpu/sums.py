@@ -1,0 +1,70 @@
+"""Sums over axes that are apart in memory, for XLA's CPU backend.
+
+Short sums, as in the gradient of `jnp.repeat`, XLA computes axis by axis from a copy of
+the array. Sums over a batch, as in the gradient of what all examples share, it computes
+element by element of the result. That is slow where an example is larger than a cache,
+and where it has several axes and a factor of its own is fused into the sum.
+"""
+
+import functools
+import math
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from poet_jax.core.equation import Equation
+
+MOST_TERMS = 4  # of a short sum
+LARGE = 2**14  # elements of a result
+LARGE_OF_AXES = 2**10  # of one with several axes
+
+
+def is_short_sum(equation: Equation) -> bool:
+    """Whether it adds at most `MOST_TERMS` elements that are apart in memory."""
+    array, axes = _summed(equation)
+    return (
+        array is not None
+        and 1 < math.prod(array.shape[axis] for axis in axes) <= MOST_TERMS
+        and array.ndim - 1 not in axes
+    )
+
+
+def is_sum_of_batch(equation: Equation) -> bool:
+    """Whether it adds large arrays that lie one after the other in memory."""
+    array, axes = _summed(equation)
+    if array is None or sorted(axes) != list(range(len(axes))) or not array.size:
+        return False
+    kept = array.shape[len(axes) :]
+    return math.prod(kept) > (LARGE if len(kept) == 1 else LARGE_OF_AXES)
+
+
+def _summed(equation: Equation) -> tuple[Any, tuple[int, ...]]:
+    """What it adds along which axes; None for another operation or dtype."""
+    if equation.primitive.name != "reduce_sum":
+        return None, ()
+    (array,) = equation.operand_shapes
+    is_plain = array.dtype in (jnp.dtype("float32"), jnp.dtype("float64"))
+    return array if is_plain else None, equation.params["axes"]
+
+
+def by_additions(params: dict[str, Any], array: jax.Array) -> jax.Array:
+    """The sum of an array over `params["axes"]`, in XLA's order."""
+    terms = [array]
+    for axis in sorted(params["axes"], reverse=True):
+        terms = [
+            lax.index_in_dim(term, index, axis, keepdims=False)
+            for index in range(array.shape[axis])
+            for term in terms
+        ]
+    return functools.reduce(operator.add, terms)
+
+
+def by_product(params: dict[str, Any], array: jax.Array) -> jax.Array:
+    """The sum of an array over its first axes, as a product with ones."""
+    shape = array.shape[len(params["axes"]) :]
+    rows = array.reshape(-1, math.prod(shape))
+    ones = jnp.ones(len(rows), array.dtype)
+    return lax.dot(ones, rows, precision=lax.Precision.HIGHEST).reshape(shape)
