@@ -63,11 +63,11 @@ def save_paged(
     """Write arrays, by name, to a file in the format of safetensors.
 
     Arrays may be `PagedArray`s; one at a time is in RAM. An existing file is replaced
-    once the new one is complete on storage. `metadata` goes into its header.
+    once the new one is complete on storage. `metadata` goes into its header. Typed PRNG
+    keys are written as their data, and the header names their implementation.
 
-    Raises OSError, and ValueError for a dtype that the format lacks, such as typed PRNG
-    keys. Names must be strings other than "__metadata__", and values arrays; others are
-    a ValueError, too.
+    Raises OSError, and ValueError for a dtype that the format lacks. Names must be
+    strings other than "__metadata__", and values arrays; others are a ValueError, too.
     """
     write(path, arrays, metadata or {})
 
@@ -78,9 +78,10 @@ def load_paged(
     """The arrays of a file in the format of safetensors, by name, read when needed.
 
     Those of at least `min_bytes` are `PagedArray`s whose bytes stay in the file; the
-    others are read now. The file is never written: a step that returns new arrays for
-    them has those in its own store. What is paged in is verified by length alone. A
-    file that changes later is refused at the next step.
+    others are read now, and so are typed PRNG keys that `save_paged` wrote. The file is
+    never written: a step that returns new arrays for them has those in its own store.
+    What is paged in is verified by length alone. A file that changes later is refused
+    at the next step.
 
     Raises FileNotFoundError without the file, ValueError for a damaged one and for a
     large array of 64 bits without jax_enable_x64, and PageStoreError if it cannot be
@@ -90,6 +91,14 @@ def load_paged(
 
     def load(name: str, array: Described) -> PagedArray | jax.Array:
         paged = PagedArray(file, array.shape, array.dtype, name, offset=array.offset)
+        if array.key_impl is not None:
+            try:
+                return jax.random.wrap_key_data(jnp.asarray(paged), impl=array.key_impl)
+            except (TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{name!r} in {file.place} cannot be read as PRNG keys: {error}. "
+                    "Write the file again with poet_jax.save_paged."
+                ) from error
         if array.nbytes < min_bytes:
             return jnp.asarray(np.asarray(paged))
         if jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype:

@@ -29,15 +29,21 @@ _DTYPES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }
+_KEYS = "poet_jax.keys"  # metadata: implementations of the PRNG keys, by name, as JSON
 
 
 @dataclasses.dataclass(frozen=True)
 class Described:
-    """An array in a file: where its bytes start, its shape and its dtype."""
+    """An array in a file: where its bytes start, its shape and its dtype.
+
+    `key_impl` names the implementation of the PRNG keys whose data it is; None for any
+    other array.
+    """
 
     offset: int
     shape: tuple[int, ...]
     dtype: np.dtype
+    key_impl: str | None = None
 
     @property
     def nbytes(self) -> int:
@@ -50,27 +56,34 @@ def write(
     """As `poet_jax.save_paged`."""
     path = pathlib.Path(path)
     codes = {dtype: code for code, dtype in _DTYPES.items()}
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    header: dict[str, Any] = {}
+    keys: dict[str, str] = {}
     end = 0
     for name, array in arrays.items():
         _require_named_array(name, array)
+        if jax.numpy.issubdtype(array.dtype, jax.dtypes.prng_key):
+            keys[name] = str(jax.random.key_impl(array))
+            array = jax.random.key_data(array)
         code = codes.get(str(array.dtype))
         if code is None:
             raise ValueError(
                 f"{name!r} is {array.dtype}{list(array.shape)}, which a file of "
-                "safetensors cannot hold. Leave it out, or convert it; a PRNG key is "
-                "saved as jax.random.key_data(key)."
+                "safetensors cannot hold. Leave it out, or convert it."
             )
         start, end = end, end + array.nbytes
         shape = list(array.shape)
         header[name] = {"dtype": code, "shape": shape, "data_offsets": [start, end]}
+    noted = {**metadata, _KEYS: json.dumps(keys)} if keys else dict(metadata)
+    if noted:
+        header = {"__metadata__": noted, **header}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _LENGTH_BYTES)
     new = path.with_name(f"{path.name}.new")
     with _locked(new) as file:
         try:
             file.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
-            for array in arrays.values():
+            for name, array in arrays.items():
+                array = jax.random.key_data(array) if name in keys else array
                 file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
             file.flush()
             os.fsync(file.fileno())
@@ -183,8 +196,9 @@ def _arrays(path: str, file: IO[bytes]) -> dict[str, Described]:
         raise _damaged(path, f"its header of {length} bytes is not in its {size} bytes")
     try:
         header = json.loads(file.read(length))
+        keys = json.loads(header.get("__metadata__", {}).get(_KEYS, "{}"))
         described = {
-            name: _described(name, array, start, size)
+            name: _described(name, array, start, size, keys.get(name))
             for name, array in header.items()
             if name != "__metadata__"
         }
@@ -198,7 +212,9 @@ def _arrays(path: str, file: IO[bytes]) -> dict[str, Described]:
     return described
 
 
-def _described(name: str, array: Mapping[str, Any], start: int, end: int) -> Described:
+def _described(
+    name: str, array: Mapping[str, Any], start: int, end: int, key_impl: str | None
+) -> Described:
     kind, (first, last) = array["dtype"], array["data_offsets"]
     if kind not in _DTYPES:
         raise ValueError(f"{name!r} is of type {kind!r}, which JAX has not")
@@ -206,7 +222,7 @@ def _described(name: str, array: Mapping[str, Any], start: int, end: int) -> Des
     for number in (first, last, *shape):
         if type(number) is not int or abs(number) > sys.maxsize:
             raise ValueError(f"{name!r} has {number!r} in its shape or data_offsets")
-    found = Described(start + first, shape, dtype)
+    found = Described(start + first, shape, dtype, key_impl)
     if min((first, *found.shape)) < 0 or last - first != found.nbytes:
         raise ValueError(
             f"{name!r} is {dtype}{list(found.shape)} and has {last - first} bytes"

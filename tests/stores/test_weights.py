@@ -71,13 +71,31 @@ def test_what_is_saved_is_what_others_read(shapes, dtypes, note, tmp_path):
     assert os.listdir(tmp_path) == ["weights"]
 
 
+@pytest.mark.parametrize("kind", ["threefry2x32", "rbg"])
+def test_keys_are_keys_again(tmp_path, kind):
+    path = tmp_path / "weights"
+    arrays = {"key": jax.random.key(1, impl=kind), "x": X}
+    arrays["keys"] = jax.random.split(arrays["key"], (2, 3))
+    poet_jax.save_paged(arrays, path, {"note": "a"})
+    for min_bytes in (0, 2**16):
+        loaded = poet_jax.load_paged(path, min_bytes)
+        for name in ("key", "keys"):
+            assert loaded[name].dtype == arrays[name].dtype
+            data = map(jax.random.key_data, (loaded[name], arrays[name]))
+            np.testing.assert_array_equal(*data)
+    damaged = path.read_bytes().replace(kind.encode(), b"x" * len(kind))
+    path.write_bytes(damaged)
+    with pytest.raises(ValueError, match="cannot be read as PRNG keys"):
+        poet_jax.load_paged(path)
+
+
 def test_what_cannot_be_saved_leaves_the_older_file(tmp_path):
     path = tmp_path / "weights"
     poet_jax.save_paged({"x": X}, path)
     gone = PagedArray.of(X, poet_jax.HostStore())
     gone.delete()
-    with pytest.raises(ValueError, match="'key'.*jax.random.key_data"):
-        poet_jax.save_paged({"x": X, "key": jax.random.key(0)}, path)
+    with pytest.raises(ValueError, match="'c' is complex128.*convert it"):
+        poet_jax.save_paged({"x": X, "c": np.ones(2, complex)}, path)
     for name, value, said in (
         ("__metadata__", X, "'__metadata__' cannot name.*metadata="),
         (0, X, "0 cannot name an array.*another name"),
