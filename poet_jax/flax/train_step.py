@@ -44,9 +44,10 @@ def train_step(
       schedule_options: of `poet_jax.schedule`.
 
     Returns a `poet_jax.nnx.TrainStep` or `poet_jax.linen.TrainStep`. Raises TypeError
-    for any other model, and for `update` with an `nnx.Optimizer`; ValueError for
-    `microbatches` that are neither a positive number nor "auto"; and as `schedule`. A
-    call raises CannotTrace for a batch that does not divide into `microbatches`.
+    for any other model or optimizer, and for `update` with an `nnx.Optimizer`;
+    ValueError for `microbatches` that are neither a positive number nor "auto"; and as
+    `schedule`. A call raises CannotTrace for a batch that does not divide into
+    `microbatches`.
     """
     if isinstance(model, nnx.Module):
         kind: Any = nnx_steps.TrainStep
@@ -57,6 +58,14 @@ def train_step(
             "`model` must be an nnx.Module or a linen.Module, got a "
             f"{type(model).__name__}. For anything else write the step as a function "
             "and use poet_jax.schedule(step, budget, donate_argnums=0)."
+        )
+    is_right = hasattr(optimizer, "init") and hasattr(optimizer, "update")
+    if isinstance(model, nnx.Module):
+        is_right = is_right or isinstance(optimizer, nnx.Optimizer)
+    if optimizer is not None and not is_right:
+        raise TypeError(
+            f"`optimizer` must be an optax transformation, got {optimizer!r}; use for "
+            "example optimizer=optax.adamw(1e-3)"
         )
     return kind(
         model, budget, loss_fn, optimizer, update, microbatches, **schedule_options

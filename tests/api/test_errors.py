@@ -531,6 +531,14 @@ def test_what_is_no_model_is_refused(model):
     assert_three_sentences(caught.value, type(model).__name__, "poet_jax.schedule")
 
 
+@pytest.mark.parametrize("model", [nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nn.Dense(4)])
+@pytest.mark.parametrize("wrong", ["adam", optax.adam])
+def test_what_is_no_optimizer_is_refused(model, wrong):
+    with pytest.raises(TypeError) as caught:
+        poet_jax.train_step(model, "1GiB", optimizer=wrong)
+    assert_three_sentences(caught.value, repr(wrong), "optax.adamw(1e-3)")
+
+
 def test_a_loss_fn_that_never_calls_the_model_is_refused():
     step = poet_jax.train_step(nn.Dense(4), "1GiB", loss_fn=lambda model, x: x.mean())
     with pytest.raises(TypeError) as caught:
