@@ -110,28 +110,34 @@ class Function:
         """
         leaves = self.leaves(args, kwargs)
         paged = [n for n, x in enumerate(leaves) if isinstance(x, PagedArray)]
+        shardings = [getattr(x, "sharding", None) for x in leaves]
+        shardings += jax.tree.leaves(self._shardings)
+        shardings.append(jax.sharding.get_abstract_mesh())
+
+        def placed(graph: Graph) -> Graph:
+            """`graph` on its devices; TypeError if paged arguments cannot be there."""
+            devices = count_devices(graph, shardings)
+            platform = platform_of(shardings)
+            graph = dataclasses.replace(graph, devices=devices, platform=platform)
+            if paged and (problem := apart(graph, self.options)):
+                raise TypeError(
+                    f"{problem} An argument is a PagedArray. Leave shardings out, or "
+                    "read it into RAM with jnp.asarray."
+                )
+            return graph
+
         try:
             if paged:
+                placed(Graph((), ()))  # as JAX may not trace what has no sharding
                 args, kwargs = jax.tree.map(_shape_of_paged, (args, kwargs))
                 jitted = None
-            graph = trace(jitted or self.jitted, *args, **kwargs)
+            graph = placed(trace(jitted or self.jitted, *args, **kwargs))
         except CannotTrace as error:
             if not changed or isinstance(error, ClosesOverTracer):
                 raise
             raise CannotTrace(
                 f"{error} Arguments changed since the last call: {changed}."
             ) from error
-        shardings = [getattr(x, "sharding", None) for x in leaves]
-        shardings += jax.tree.leaves(self._shardings)
-        shardings.append(jax.sharding.get_abstract_mesh())
-        devices = count_devices(graph, shardings)
-        platform = platform_of(shardings)
-        graph = dataclasses.replace(graph, devices=devices, platform=platform)
-        if paged and (problem := apart(graph, self.options)):
-            raise TypeError(
-                f"{problem} An argument is a PagedArray. Leave shardings out, or read "
-                "it into RAM with jnp.asarray."
-            )
         graph = allow_repeats(graph, self._repeatable)
         return at_home(graph, paged, least_bytes) if paged else graph
 

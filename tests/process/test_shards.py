@@ -72,8 +72,8 @@ def data_parallel(axis_type=AxisType.Auto):
     return placed(whole, whole, NamedSharding(on, P("data")))
 
 
-def fully_sharded():
-    on = mesh()
+def fully_sharded(axis_type=AxisType.Auto):
+    on = mesh(axis_type=axis_type)
     rows = NamedSharding(on, P("data"))
     return placed(rows, rows, rows)
 
@@ -175,8 +175,9 @@ def test_shardings_may_be_options():
     assert_close(planned(*args), expected)
 
 
-def test_state_on_storage_is_refused_by_name():
-    state, x = fully_sharded()
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_state_on_storage_is_refused_by_name(axis_type):
+    state, x = fully_sharded(axis_type)
     paged = poet_jax.to_storage(state, poet_jax.HostStore())
     with pytest.raises(TypeError, match="8 devices of a CPU does not page"):
         scheduled("75%").plan(paged, x)
