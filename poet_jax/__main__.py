@@ -10,7 +10,8 @@ and the reasons of the largest values, and writes plan.png, matrices.png, graph.
 trace.json (for ui.perfetto.dev) and report.html.
 
 Use `sweep` to see what each budget costs. It prints the Pareto front of memory against
-energy and time, and writes front.csv and front.png.
+energy and time, and writes front.csv and front.png. Its percentages are of keep-all as
+planned; those of `explain` are of XLA's own count of the whole step if that is more.
 
 Use `devices` to see the devices that are known, and with --device all that is known of
 one.

@@ -8,6 +8,7 @@ import csv
 import functools
 import inspect
 import logging
+import os
 import pathlib
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,7 @@ import absl.logging
 from absl import flags
 
 from poet_jax import devices
-from poet_jax.api.pareto import Front, pareto
+from poet_jax.api.pareto import Front, front_rows, pareto
 from poet_jax.api.planning import make_schedule
 from poet_jax.api.schedule import Schedule
 from poet_jax.api.transform import Scheduled, schedule
@@ -49,14 +50,15 @@ FLAGS: dict[str, tuple[Callable[..., Any], Any, str]] = {
     "budget": (
         flags.DEFINE_string,
         None,
-        "Memory of a step, as 64MiB or as 30% of what keep-all needs. By default the "
-        f"step's own, else the RAM of --device, else {DEFAULT_BUDGET}.",
+        "Memory of a step, as 64MiB, or as 30% of what keep-all needs: as planned, or "
+        "by XLA's own count if that is more. By default the step's own, else the RAM "
+        f"of --device, else {DEFAULT_BUDGET}.",
     ),
     "budgets": (
         flags.DEFINE_list,
         None,
-        "Budgets to sweep over, as 40%,60%,100%. By default eight, from the smallest "
-        "that works up to keep-all's.",
+        "Budgets to sweep over, as 40%,60%,100% of what keep-all needs as planned. By "
+        "default eight, from the smallest that works up to keep-all's.",
     ),
     "device": (
         flags.DEFINE_string,
@@ -114,6 +116,7 @@ def messages() -> Iterator[None]:
     except EXPECTED as error:
         absl.logging.debug("an error", exc_info=True)
         notes = getattr(error, "__notes__", ())
+        notes = [x for x in notes if "JAX_TRACEBACK_FILTERING" not in x]  # of JAX
         raise SystemExit("\n".join([str(error), *notes])) from error
 
 
@@ -294,6 +297,7 @@ def explain_target(target: str) -> None:
             f"explain does not take --budgets={','.join(flags.FLAGS.budgets)}: it "
             "explains one plan. Use --budget=75%, or sweep for several budgets."
         )
+    output_folder()  # as planning takes a while
     if target.endswith(".json"):
         planner = asked_planner() or MilpPlanner()
         explain(make_schedule(*instance(target), asked_budget(None), planner))
@@ -303,6 +307,7 @@ def explain_target(target: str) -> None:
 
 def sweep_target(target: str) -> None:
     """Sweep over budgets of the step or the instance that `target` names."""
+    output_folder()  # as planning takes a while
     if target.endswith(".json"):
         budgets = asked_budgets()
         write_front(pareto(*instance(target), budgets, asked_planner()))
@@ -311,9 +316,21 @@ def sweep_target(target: str) -> None:
 
 
 def output_folder() -> pathlib.Path:
-    """The folder that --output names, which is made if it is not there."""
+    """The folder that --output names, which is made if it is not there.
+
+    Raises OSError if it cannot be made or written to.
+    """
     folder = pathlib.Path(flags.FLAGS.output)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        usable = os.access(folder, os.W_OK | os.X_OK)
+    except OSError:
+        usable = False
+    if not usable:
+        raise OSError(
+            f"--output: {str(folder)!r} is no folder that can be made or written to. "
+            "Use another one, such as --output=plan."
+        )
     return folder
 
 
@@ -356,27 +373,6 @@ def write_front(front: Front) -> None:
         writer.writerows(rows)
     front.plot(folder / "front.png")
     print(f"\nfiles in {folder}")
-
-
-def front_rows(front: Front) -> list[dict[str, Any]]:
-    """A row for each point of a front, in SI units; seconds and joules are modelled."""
-    base = front.baseline
-    return [
-        {
-            "budget_bytes": point.budget.memory_bytes,
-            "peak_bytes": point.usage.peak_bytes,
-            "seconds": point.usage.seconds,
-            "joules": point.usage.joules,
-            "bytes_paged_in": point.usage.bytes_paged_in,
-            "bytes_paged_out": point.usage.bytes_paged_out,
-            "gap": point.plan.gap,
-            "status": point.plan.status.name,
-            "keep_all_bytes": base.peak_bytes,
-            "keep_all_seconds": base.seconds,
-            "keep_all_joules": base.joules,
-        }
-        for point in front.points
-    ]
 
 
 def device_table() -> list[tuple[str, ...]]:

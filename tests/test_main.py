@@ -228,6 +228,9 @@ def test_an_instance_is_explained_and_swept(instance, capsys, tmp_path):
         (("explain", "own.py:scheduled"), {"budget": "1KiB"}, "a budget of at least"),
         (("sweep", "own.py:plain"), {"budget": "75%"}, "Use --budgets=40%"),
         (("explain", "own.py:plain"), {"budgets": ["75%"]}, "Use --budget=75%"),
+        (("explain", "own.py:plain"), {"donate_argnums": [5]}, "2 positional .*s.\\Z"),
+        (("explain", "own.py:broken"), {"output": "own.py/x"}, "is no folder that can"),
+        (("sweep", "own.py:broken"), {"output": "own.py"}, "such as --output=plan"),
     ],
 )
 def test_a_mistake_is_told_with_what_to_use(
@@ -238,9 +241,16 @@ def test_a_mistake_is_told_with_what_to_use(
         run(*arguments, **({"output": "out"} | values))
 
 
-def test_an_error_of_the_callers_own_keeps_its_traceback(file):
+def test_a_saved_plan_is_no_instance(file, tmp_path):
+    step, *args = loaded(f"{file}:scheduled")
+    step.plan(*args).to_json(tmp_path / "plan.json")
+    with pytest.raises(SystemExit, match="it is a plan of Schedule.to_json"):
+        run("explain", tmp_path / "plan.json", output=str(tmp_path))
+
+
+def test_an_error_of_the_callers_own_keeps_its_traceback(file, tmp_path):
     with pytest.raises(RuntimeError, match="own.py:broken was run") as caught:
-        run("explain", f"{file}:broken")
+        run("explain", f"{file}:broken", output=str(tmp_path))
     assert "my own mistake" in str(caught.value.__cause__)
 
 

@@ -230,6 +230,27 @@ def pareto(
     return Front(tuple(points), smallest_bytes, least_bytes, baseline)
 
 
+def front_rows(front: Front) -> list[dict[str, Any]]:
+    """A row for each point of a front, in SI units; seconds and joules are modelled."""
+    base = front.baseline
+    return [
+        {
+            "budget_bytes": point.budget.memory_bytes,
+            "peak_bytes": point.usage.peak_bytes,
+            "seconds": point.usage.seconds,
+            "joules": point.usage.joules,
+            "bytes_paged_in": point.usage.bytes_paged_in,
+            "bytes_paged_out": point.usage.bytes_paged_out,
+            "gap": point.plan.gap,
+            "status": point.plan.status.name,
+            "keep_all_bytes": base.peak_bytes,
+            "keep_all_seconds": base.seconds,
+            "keep_all_joules": base.joules,
+        }
+        for point in front.points
+    ]
+
+
 def _ratio(used: float, base: float) -> float:
     """`used` over what keep-all uses; 1 where keep-all uses nothing."""
     return used / base if base else 1.0

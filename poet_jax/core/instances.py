@@ -56,6 +56,11 @@ def read_instance(path: str | os.PathLike) -> tuple[Graph, list[dict[str, Any]]]
     with open(path) as file:
         try:
             data = json.load(file)
+            if "plan" in data and "nodes" not in data:
+                raise ValueError(
+                    "it is a plan of Schedule.to_json, which has no graph: explain its "
+                    "step, as train.py:make_step, or read it with Schedule.from_json"
+                )
             rows, edges = data["nodes"], data["edges"]
             for row in rows:
                 _ = row["backward"], row["bytes"]
