@@ -277,7 +277,7 @@ def _refuse_board(board: DeviceProfile, arena_bytes: int, page_bytes: int) -> No
         raise ValueError(
             f"The step needs an arena of {format_bytes(arena_bytes)}, and {board.name} "
             f"has {format_bytes(board.ram_bytes)} of RAM. Plan with a budget below "
-            "that, which leaves some for the stack, or with a part of update=."
+            "that, which leaves some for the stack, or train a part of the parameters."
         )
     if page_bytes > board.store_bytes:
         raise ValueError(
