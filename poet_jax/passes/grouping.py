@@ -12,7 +12,8 @@ ones form one node per connected component. Seven rules keep the groups useful:
 - A slice that the backward pass takes of what the forward pass made stays there, as
   the slice would be saved beside the whole otherwise.
 - In a sum of expensive results, as of the gradients of several batches, each addition
-  after the first is a node, as all of them would have to be there at once otherwise.
+  after the first is a node, as all of them would have to be there at once otherwise. So
+  is each of the sums over much more, as of gradients of what all parts of a batch read.
 - A product that is only read transposed, as the gradient of a kernel is, is taken the
   other way around: an update that read it across its rows would take several times as
   long.
@@ -35,6 +36,7 @@ from poet_jax.core.rebuilding import with_nodes
 from poet_jax.passes.operations import HEAVY
 
 TINY_BYTES = 4096
+SMALL = 16  # a reduction reads so many times what it writes
 # What a group may hold inside, in terms of what its largest equation reads and writes:
 # those of common layers and optimizers, forward and backward, hold 2.3 at most.
 MOST_HELD = 2.5
@@ -100,22 +102,47 @@ class _Coarsener:
                 yield value, self.graph.producer[value]
 
     def is_next_term(self, number: int) -> bool:
-        """Whether it adds an expensive result to a sum of others, read here only."""
+        """Whether it adds a result of its own to a sum of others, read here only."""
         node = self.graph.nodes[number]
-        if node.equations[0].primitive.name not in ("add", "add_any"):
+        if not self.is_addition(number):
             return False
         makers = [(v, self.graph.producer.get(v)) for v in node.reads]
         return len(makers) == 2 and any(
-            self.heavy[term] and self.is_sum(total) and len(self.graph.readers[v]) == 1
+            self.is_term(term)
+            and (self.is_sum(total) or self.is_small(total))
+            and len(self.graph.readers[v]) == 1
             for (v, total), (_, term) in (makers, makers[::-1])
             if total is not None and term is not None
         )
 
+    def is_addition(self, number: int) -> bool:
+        name = self.graph.nodes[number].equations[0].primitive.name
+        return name in ("add", "add_any")
+
+    def is_term(self, number: int) -> bool:
+        return self.heavy[number] or self.is_small(number)
+
+    def is_small(self, number: int) -> bool:
+        """Whether it sums up much more than it writes, as a gradient of what is read
+        with every row is: a group has room for that beside the next one."""
+        node = self.graph.nodes[number]
+        name = node.equations[0].primitive.name
+        if name not in ("reduce_sum", "reshape") or len(node.reads) != 1:
+            return False
+        read, written = (
+            self.graph.values[v].nbytes for v in (*node.reads, *node.writes)
+        )
+        maker = self.graph.producer.get(node.reads[0])
+        if read == written and maker is not None:
+            return self.is_small(maker)
+        return name == "reduce_sum" and read >= SMALL * written > TINY_BYTES
+
     def is_sum(self, number: int) -> bool:
         node = self.graph.nodes[number]
         makers = (self.graph.producer.get(v) for v in node.reads)
-        is_sum = node.equations[0].primitive.name in ("add", "add_any")
-        return is_sum and any(n is not None and self.heavy[n] for n in makers)
+        return self.is_addition(number) and any(
+            n is not None and self.is_term(n) for n in makers
+        )
 
     def is_all_tiny(self, number: int) -> bool:
         node = self.graph.nodes[number]

@@ -143,6 +143,23 @@ def test_a_long_chain_of_light_equations_and_its_gradient_fit_half_the_memory():
     np.testing.assert_allclose(step(x), jax.grad(loss)(x), rtol=1e-5, atol=1e-6)
 
 
+def test_gradients_of_what_parts_of_a_batch_share_do_not_tie_the_parts():
+    """Each part's gradient is added as soon as it is there."""
+
+    def step(w, kernel, x):
+        def loss(w):
+            parts = [jnp.sin(x + n) for n in range(8)]
+            return sum(jnp.mean((jnp.tanh(x * w) @ kernel) ** 2) for x in parts)
+
+        return jax.grad(loss)(w)
+
+    args = jnp.ones((64, 64)), jnp.eye(64), jnp.ones((16, 64, 64))
+    graph = poet_jax.passes.group(poet_jax.trace(step, *args))
+    large = [graph.values[v].nbytes >= args[2].nbytes for v in range(len(graph.values))]
+    assert max(sum(large[v] for v in node.reads) for node in graph.nodes) <= 4
+    np.testing.assert_allclose(graph(*args)[0], step(*args), rtol=1e-4)
+
+
 def test_effects_stay_single_and_in_order():
     def fun(x):
         io_callback(print, None, x[0, 0], ordered=True)
