@@ -21,9 +21,9 @@ from poet_jax.passes.operations import ELEMENTWISE, REDUCTIONS
 from poet_jax.passes.rewriter import require_single_equations, with_all_before
 from poet_jax.passes.splicing import Cutter
 
-# The pass leaves smaller values alone, and those that are one of many, which the
-# planner keeps or rematerialises. It also leaves a graph alone that needs nearly as
-# much in blocks, or has too many nodes for a planner then.
+# Unless told what is large, the pass leaves smaller values alone, and those that are
+# one of many, which the planner keeps or rematerialises. It also leaves a graph alone
+# that needs nearly as much in blocks, or has too many nodes for a planner then.
 LARGE_BYTES = 64 * 2**20
 LEAST_SHARE = 1 / 8
 LEAST_SAVED = 1 / 3
@@ -42,17 +42,17 @@ _ALONG_AXES = frozenset(("argmax", "argmin", *REDUCTIONS))
 
 
 def blockwise(
-    graph: Graph, *, large_bytes: int = LARGE_BYTES, blocks: int = BLOCKS
+    graph: Graph, *, large_bytes: int | None = None, blocks: int = BLOCKS
 ) -> Graph:
     """`graph` with its largest values in blocks along one of their axes.
 
-    It makes products of at least `large_bytes` in blocks, if they take an eighth of
-    keep-all's peak. What is computed from them row by row follows: element-wise
-    operations, reductions along other axes, gathers and scatters within rows. Products
-    that sum over the rows are added up. Where it can, a block goes through all of that
-    before the next one begins. The axis is the one along which nodes need least; if
-    none saves a third, nothing changes. Nor does it on several devices, where rows lie
-    apart already.
+    It makes products of at least `large_bytes` in blocks; by default, of 64 MiB and an
+    eighth of keep-all's peak. What is computed from them row by row follows:
+    element-wise operations, reductions along other axes, gathers and scatters within
+    rows. Products that sum over the rows are added up. Where it can, a block goes
+    through all of that before the next one begins. The axis is the one along which
+    nodes need least; if none saves a third, nothing changes. Nor does it on several
+    devices, where rows lie apart already.
 
     Sums over the axis are rounded as the sum of the sums over blocks.
     """
@@ -70,21 +70,23 @@ def blockwise(
     return best
 
 
-def _seeds(graph: Graph, large_bytes: int) -> list[int]:
+def _seeds(graph: Graph, large_bytes: int | None) -> list[int]:
     """Large products, all of one shape."""
+    least_bytes = LARGE_BYTES if large_bytes is None else large_bytes
     large = [
         node.writes[0]
         for node in graph.nodes
         if len(node.equations) == 1
         and len(node.writes) == 1
-        and graph.values[node.writes[0]].nbytes >= large_bytes
+        and graph.values[node.writes[0]].nbytes >= least_bytes
         and node.equations[0].primitive.name == "dot_general"
     ]
     if not large:
         return []
     most = max(large, key=lambda v: graph.values[v].nbytes)
-    if graph.values[most].nbytes < LEAST_SHARE * _peak_bytes(graph):
-        return []
+    if large_bytes is None:
+        if graph.values[most].nbytes < LEAST_SHARE * _peak_bytes(graph):
+            return []
     shape = graph.values[most].shape
     return [v for v in large if graph.values[v].shape == shape]
 

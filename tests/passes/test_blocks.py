@@ -59,6 +59,13 @@ def hidden(w, x):
     return jnp.mean((jax.nn.gelu(x @ w) @ w.T) ** 2)
 
 
+def deep(w, x):
+    """Each product is a small share of what is kept."""
+    for _ in range(8):
+        x = jnp.tanh(x @ w) @ w.T
+    return jnp.mean(x**2)
+
+
 def with_dropout(w, x):
     kept = jax.random.bernoulli(jax.random.key(3), 0.5, (ROWS, WORDS))
     return jnp.mean(jnp.where(kept, jnp.tanh(x @ w), 0) ** 2)
@@ -81,6 +88,7 @@ LOSSES = {
         in_batches,
         attention,
         hidden,
+        deep,
         with_dropout,
         by_example,
     )
@@ -137,7 +145,9 @@ def test_sums_of_bools_over_blocks_are_as_in_logic():
         np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["vocabulary", "smoothed", "in_batches", "hidden"])
+@pytest.mark.parametrize(
+    "name", ["vocabulary", "smoothed", "in_batches", "hidden", "deep"]
+)
 def test_no_large_value_is_left(name):
     args = draw(0, WIDTH, WORDS), draw(1, ROWS, WIDTH)
     graph = poet_jax.trace(jax.value_and_grad(LOSSES[name]), *args)
