@@ -1,0 +1,194 @@
+"""How operations go through blocks of rows: what is cut along which axis."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from poet_jax.core.equation import Equation
+from poet_jax.passes.operations import ELEMENTWISE, REDUCTIONS
+
+
+def _sum(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Of products; those of bools are sums as in logic."""
+    return (lax.bitwise_or if x.dtype == bool else lax.add)(x, y)
+
+
+# Operations that combine the results of blocks.
+COMBINE = {"dot_general": _sum, **REDUCTIONS}
+_ALONG_AXES = frozenset(("argmax", "argmin", *REDUCTIONS))
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How an operation goes block by block.
+
+    Attributes:
+      operands: the axis along which each is cut; None for those read as a whole.
+      result: the axis along which the result is; None for one that is combined.
+    """
+
+    operands: tuple[int | None, ...]
+    result: int | None
+
+
+def pulled(equation: Equation, axis: int) -> Way | None:
+    """What a block of the result along `axis` needs, of operations that fill arrays."""
+    (shape, *others) = (x.shape for x in equation.result_shapes)
+    shapes = [x.shape for x in equation.operand_shapes]
+    if others or equation.lowering is not None:
+        return None
+    name, params = equation.primitive.name, equation.params
+    if name == "broadcast_in_dim":
+        dimensions = [int(x) for x in params["broadcast_dimensions"]]
+        own = dimensions.index(axis) if axis in dimensions else None
+        is_cut = own is not None and shapes[0][own] == shape[axis]
+        return Way((own if is_cut else None,), axis)
+    if name in ELEMENTWISE or name == "reduce_precision":
+        return Way(
+            tuple(
+                axis if len(x) == len(shape) and x[axis] == shape[axis] else None
+                for x in shapes
+            ),
+            axis,
+        )
+    if name in ("scatter-add", "scatter_add"):
+        return _by_rows(equation, 0, axis)
+    return None
+
+
+def pushed(equation: Equation, axes: Sequence[int | None]) -> Way | None:
+    """How an operation goes block by block whose operands are cut along `axes`."""
+    if equation.lowering is not None or len(equation.result_shapes) != 1:
+        return None
+    name, params = equation.primitive.name, equation.params
+    shapes = [x.shape for x in equation.operand_shapes]
+    ((result,), (first, axis)) = (
+        [x.shape for x in equation.result_shapes],
+        next((n, a) for n, a in enumerate(axes) if a is not None),
+    )
+    if name == "broadcast_in_dim":
+        return pulled(equation, int(params["broadcast_dimensions"][axis]))
+    if name in ELEMENTWISE or name == "reduce_precision":
+        return pulled(equation, axis)
+    if name in _ALONG_AXES:
+        if axis in params["axes"]:
+            return Way((axis,), None) if name in COMBINE else None
+        return Way((axis,), axis - sum(x < axis for x in params["axes"]))
+    if name == "transpose":
+        return Way((axis,), params["permutation"].index(axis))
+    if name == "squeeze":
+        return Way((axis,), axis - sum(x < axis for x in params["dimensions"]))
+    if name == "reshape" and params["dimensions"] is None:
+        before = math.prod(shapes[0][:axis])
+        for other, size in enumerate(result):
+            if math.prod(result[:other]) == before and size == shapes[0][axis]:
+                return Way((axis,), other)
+    if name == "dot_general":
+        return product(equation, first, axis)
+    if name in ("gather", "scatter-add", "scatter_add"):
+        return _by_rows(equation, first, axis)
+    return None
+
+
+def product(equation: Equation, first: int, axis: int) -> Way:
+    """A product of matrices one of which is cut."""
+    contracted, batch = equation.params["dimension_numbers"]
+    own, other = contracted[first], contracted[1 - first]
+
+    def both(axes: int) -> tuple[int, ...]:
+        return (axis, axes) if first == 0 else (axes, axis)
+
+    if axis in own:
+        return Way(both(other[own.index(axis)]), None)
+    if axis in batch[first]:
+        place = batch[first].index(axis)
+        return Way(both(batch[1 - first][place]), place)
+    ranks = [len(x.shape) for x in equation.operand_shapes]
+    free = [x for x in range(ranks[first]) if x not in (*own, *batch[first])]
+    place = len(batch[0]) + free.index(axis)
+    if first == 1:
+        place += ranks[0] - len(contracted[0]) - len(batch[0])
+    return Way((axis, None) if first == 0 else (None, axis), place)
+
+
+def _by_rows(equation: Equation, first: int, axis: int) -> Way | None:
+    """A gather or a scatter that moves nothing from one row to another."""
+    name, params = equation.primitive.name, equation.params
+    numbers = params["dimension_numbers"]
+    rows = numbers.operand_batching_dims
+    if name == "gather":
+        sides, window = numbers.start_indices_batching_dims, numbers.offset_dims
+        out = len(equation.result_shapes[0].shape)
+    else:
+        sides, window = (
+            numbers.scatter_indices_batching_dims,
+            numbers.update_window_dims,
+        )
+        out = len(equation.operand_shapes[2].shape)
+    along = [x for x in range(out) if x not in window]  # of results, or updates
+    own = rows if first == 0 else sides
+    if first < 2 and axis in own:
+        place = own.index(axis)
+        outer = along[sides[place]]
+        if name == "gather":
+            return Way((rows[place], sides[place]), outer)
+        return Way((rows[place], sides[place], outer), rows[place])
+    return _whole_rows(equation, first, axis)
+
+
+def _whole_rows(equation: Equation, first: int, axis: int) -> Way | None:
+    """A gather or a scatter of windows that span the axis."""
+    name, params = equation.primitive.name, equation.params
+    numbers = params["dimension_numbers"]
+    shapes = [x.shape for x in equation.operand_shapes]
+    if name == "gather":
+        gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+        moved, window = numbers.start_index_map, numbers.offset_dims
+        sizes = params["slice_sizes"]
+    else:
+        gone = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+        moved, window = numbers.scatter_dims_to_operand_dims, numbers.update_window_dims
+        sizes = shapes[0]
+    if first == 1 or (first == 2 and axis not in window):
+        return None
+    kept = [x for x in range(len(shapes[0])) if x not in gone]
+    inner = axis if first == 0 else kept[window.index(axis)]
+    if inner not in kept or inner in moved or sizes[inner] != shapes[0][inner]:
+        return None
+    outer = window[kept.index(inner)]
+    if name == "gather":
+        return Way((inner, None), outer)
+    if shapes[2][outer] != shapes[0][inner]:
+        return None
+    return Way((inner, None, outer), inner)
+
+
+def of_block(equation: Equation, way: Way, size: int) -> Equation:
+    """The operation for a block of `size` rows."""
+    params, name = dict(equation.params), equation.primitive.name
+
+    def resized(shape: Sequence[int], axis: int) -> tuple[int, ...]:
+        return (*shape[:axis], size, *shape[axis + 1 :])
+
+    if name == "broadcast_in_dim" and way.result is not None:
+        params["shape"] = resized(params["shape"], way.result)
+    elif name == "reshape" and way.result is not None:
+        params["new_sizes"] = resized(params["new_sizes"], way.result)
+    elif name == "gather" and way.operands[0] is not None:
+        own = way.operands[0]
+        if params["slice_sizes"][own] == equation.operand_shapes[0].shape[own] != 1:
+            params["slice_sizes"] = resized(params["slice_sizes"], own)
+    elif name == "dot_general" and way.result is None:
+        params["preferred_element_type"] = _summed_as(equation.result_shapes[0].dtype)
+    return dataclasses.replace(equation, params=params)
+
+
+def _summed_as(dtype: Any) -> Any:
+    """In what blocks are added up: as in one product, halves are rounded once."""
+    is_half = jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize < 4
+    return jnp.dtype(jnp.float32) if is_half else dtype
