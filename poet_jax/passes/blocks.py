@@ -36,11 +36,11 @@ def blockwise(
 
     It makes products of at least `large_bytes` in blocks; by default, of 64 MiB and an
     eighth of keep-all's peak. What is computed from them row by row follows:
-    element-wise operations, reductions along other axes, gathers and scatters within
-    rows. Products that sum over the rows are added up. Where it can, a block goes
-    through all of that before the next one begins. The axis is the one along which
-    nodes need least; if none saves a third, nothing changes. Nor does it on several
-    devices, where rows lie apart already.
+    element-wise operations, reductions and slices along other axes, gathers and
+    scatters within rows. Products that sum over the rows are added up. Where it can, a
+    block goes through all of that before the next one begins. The axis is the one along
+    which nodes need least; if none saves a third, nothing changes. Nor does it on
+    several devices, where rows lie apart already.
 
     Sums over the axis are rounded as the sum of the sums over blocks.
     """
@@ -121,7 +121,7 @@ class _Blocks(Cutter):
         (equation,) = node.equations
         axes = [self.along.get(x) for x in equation.operands]
         way = None
-        if node.repeatable and len(node.writes) == 1:
+        if node.repeatable and node.writes:
             if any(a is not None for a in axes):
                 way = pushed(equation, axes)
             elif node.writes[0] in self.seeds:
@@ -130,8 +130,24 @@ class _Blocks(Cutter):
             self.cut(node, way)
         elif node.repeatable and self.is_filled(node):
             self.postponed[node.writes[0]] = node
+        elif (way := self.likely(node)) is not None:
+            self.cut(node, way)
         else:
             self.emit(node)
+
+    def likely(self, node: Node) -> Way | None:
+        """The way of a reader of what is postponed, if that has rows as products do."""
+        rows = {
+            v
+            for v in node.reads
+            if v in self.postponed
+            and self.values[v].shape[self.axis :][:1] == (self.length,)
+        }
+        if not (rows and node.repeatable):
+            return None
+        (equation,) = node.equations
+        axes = [self.axis if x in rows else None for x in equation.operands]
+        return pushed(equation, axes)
 
     def seeded(self, equation: Equation) -> Way | None:
         """The way that gives a product in blocks of `axis`."""
@@ -160,7 +176,7 @@ class _Blocks(Cutter):
             node = self.postponed[value]
             if (way := pulled(node.equations[0], axis)) is not None:
                 del self.postponed[value]
-                return self.cut(node, way)[number]
+                self.cut(node, way)
         if self.along.get(value) == axis:
             return self.split[value][number]
         whole = self.whole(value)
@@ -176,10 +192,11 @@ class _Blocks(Cutter):
                 )
         return self.slices[key]
 
-    def cut(self, node: Node, way: Way) -> list[int]:
+    def cut(self, node: Node, way: Way) -> None:
         """Compute a node block by block."""
-        (equation,), (value,) = node.equations, node.writes
-        results = []
+        (equation,) = node.equations
+        read = [equation.results.index(v) for v in node.writes]
+        blocks = []
         for number, (start, stop) in enumerate(self.bounds):
             operands = [
                 x
@@ -191,19 +208,21 @@ class _Blocks(Cutter):
             ]
             block = of_block(equation, way, stop - start)
             with self.of_block(number):
-                results += self.add(
+                results = self.add(
                     f"{node.name}[{start}-{stop}]",
                     node.backward,
-                    lambda *x, block=block: block.bind(x)[0],
+                    lambda *x, block=block: block.bind(x),
                     operands,
                     key=(equation, stop - start),
                 )
+            blocks.append([results[n] for n in read])
         if way.result is not None:
-            self.split[value], self.along[value] = results, way.result
-            return results
+            for value, *pieces in zip(node.writes, *blocks, strict=True):
+                self.split[value], self.along[value] = pieces, way.result
+            return
         combine = COMBINE[equation.primitive.name]
-        total, *others = results
-        for number, other in enumerate(others, 1):
+        (value,), ((total,), *others) = node.writes, blocks
+        for number, (other,) in enumerate(others, 1):
             with self.of_block(number):
                 (total,) = self.add(
                     node.name, node.backward, combine, [total, other], key=(equation,)
@@ -214,7 +233,6 @@ class _Blocks(Cutter):
                 node.name, node.backward, lambda x: x.astype(dtype), [total]
             )
         self.instead[value] = total
-        return results
 
     @contextlib.contextmanager
     def of_block(self, number: int) -> Iterator[None]:

@@ -21,6 +21,18 @@ def _sum(x: jax.Array, y: jax.Array) -> jax.Array:
 # Operations that combine the results of blocks.
 COMBINE = {"dot_general": _sum, **REDUCTIONS}
 _ALONG_AXES = frozenset(("argmax", "argmin", *REDUCTIONS))
+# Operations that move values along some axes, and may leave others alone.
+_MOVES = frozenset(
+    "concatenate split pad slice dynamic_slice dynamic_update_slice rev sort top_k "
+    "cumsum cumprod cummax cummin cumlogsumexp".split()
+)
+# Of the parameters of an operation, the one that holds the result's shape.
+_SIZES = {
+    "broadcast_in_dim": "shape",
+    "reshape": "new_sizes",
+    "slice": "limit_indices",
+    "dynamic_slice": "slice_sizes",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,7 +41,7 @@ class Way:
 
     Attributes:
       operands: the axis along which each is cut; None for those read as a whole.
-      result: the axis along which the result is; None for one that is combined.
+      result: the axis along which the results are; None for one that is combined.
     """
 
     operands: tuple[int | None, ...]
@@ -43,6 +55,8 @@ def pulled(equation: Equation, axis: int) -> Way | None:
     if others or equation.lowering is not None:
         return None
     name, params = equation.primitive.name, equation.params
+    if name in _MOVES:
+        return _beside(equation, axis)
     if name == "broadcast_in_dim":
         dimensions = [int(x) for x in params["broadcast_dimensions"]]
         own = dimensions.index(axis) if axis in dimensions else None
@@ -63,14 +77,16 @@ def pulled(equation: Equation, axis: int) -> Way | None:
 
 def pushed(equation: Equation, axes: Sequence[int | None]) -> Way | None:
     """How an operation goes block by block whose operands are cut along `axes`."""
-    if equation.lowering is not None or len(equation.result_shapes) != 1:
-        return None
     name, params = equation.primitive.name, equation.params
     shapes = [x.shape for x in equation.operand_shapes]
-    ((result,), (first, axis)) = (
-        [x.shape for x in equation.result_shapes],
-        next((n, a) for n, a in enumerate(axes) if a is not None),
-    )
+    first, axis = next((n, a) for n, a in enumerate(axes) if a is not None)
+    if equation.lowering is not None:
+        return None
+    if name in _MOVES:
+        return _beside(equation, axis)
+    if len(equation.result_shapes) != 1:
+        return None
+    result = equation.result_shapes[0].shape
     if name == "broadcast_in_dim":
         return pulled(equation, int(params["broadcast_dimensions"][axis]))
     if name in ELEMENTWISE or name == "reduce_precision":
@@ -93,6 +109,19 @@ def pushed(equation: Equation, axes: Sequence[int | None]) -> Way | None:
     if name in ("gather", "scatter-add", "scatter_add"):
         return _by_rows(equation, first, axis)
     return None
+
+
+def _beside(equation: Equation, axis: int) -> Way | None:
+    """An operation of `_MOVES` that moves nothing along the axis."""
+    params = equation.params
+    moved = (params.get("axis"), params.get("dimension"), *params.get("dimensions", ()))
+    padding = params.get("padding_config")
+    if axis in moved or (padding and padding[axis] != (0, 0, 0)):
+        return None
+    operands = tuple(axis if x.shape else None for x in equation.operand_shapes)
+    arrays = (x.shape for x in (*equation.operand_shapes, *equation.result_shapes))
+    sizes = {x[axis] for x in arrays if x}
+    return Way(operands, axis) if len(sizes) == 1 else None
 
 
 def product(equation: Equation, first: int, axis: int) -> Way:
@@ -175,10 +204,8 @@ def of_block(equation: Equation, way: Way, size: int) -> Equation:
     def resized(shape: Sequence[int], axis: int) -> tuple[int, ...]:
         return (*shape[:axis], size, *shape[axis + 1 :])
 
-    if name == "broadcast_in_dim" and way.result is not None:
-        params["shape"] = resized(params["shape"], way.result)
-    elif name == "reshape" and way.result is not None:
-        params["new_sizes"] = resized(params["new_sizes"], way.result)
+    if name in _SIZES and way.result is not None:
+        params[_SIZES[name]] = resized(params[_SIZES[name]], way.result)
     elif name == "gather" and way.operands[0] is not None:
         own = way.operands[0]
         if params["slice_sizes"][own] == equation.operand_shapes[0].shape[own] != 1:

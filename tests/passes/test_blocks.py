@@ -9,6 +9,7 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax import lax
 from strategies import examples
 from toy import OPTIONS
 
@@ -59,6 +60,20 @@ def hidden(w, x):
     return jnp.mean((jax.nn.gelu(x @ w) @ w.T) ** 2)
 
 
+def contrastive(w, x):
+    own = jnp.sum(x * jnp.sin(x), -1, keepdims=True)
+    logits = jnp.concatenate([own, x @ w], 1) / 0.07
+    return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])
+
+
+def gated(w, x):
+    gate, middle, end = jnp.split(x @ w, [WORDS // 4, WORDS // 2], 1)
+    end = lax.dynamic_slice_in_dim(end, jnp.argmax(w[0]), WORDS // 4, 1)
+    best = lax.top_k(jnp.pad(gate * jnp.tanh(middle), ((0, 0), (1, 2))), 5)[0]
+    written = lax.dynamic_update_slice_in_dim(middle * end, best, 3, 1)
+    return jnp.mean(jnp.cumsum(jnp.flip(jnp.sort(written, 1), 1), 1)[:, 1::2] ** 2)
+
+
 def deep(w, x):
     """Each product is a small share of what is kept."""
     for _ in range(8):
@@ -88,6 +103,8 @@ LOSSES = {
         in_batches,
         attention,
         hidden,
+        contrastive,
+        gated,
         deep,
         with_dropout,
         by_example,
@@ -99,7 +116,7 @@ def largest_bytes(graph):
     return max(graph.values[v].nbytes for node in graph.nodes for v in node.writes)
 
 
-@examples(12)
+@examples(16)
 @given(
     name=st.sampled_from(sorted(LOSSES)),
     blocks=st.integers(2, 9),
@@ -146,7 +163,8 @@ def test_sums_of_bools_over_blocks_are_as_in_logic():
 
 
 @pytest.mark.parametrize(
-    "name", ["vocabulary", "smoothed", "in_batches", "hidden", "deep"]
+    "name",
+    ["vocabulary", "smoothed", "in_batches", "hidden", "contrastive", "gated", "deep"],
 )
 def test_no_large_value_is_left(name):
     args = draw(0, WIDTH, WORDS), draw(1, ROWS, WIDTH)
