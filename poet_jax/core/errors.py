@@ -26,7 +26,7 @@ class BudgetTooSmall(ValueError):
       plan: the Plan with the lowest peak found; it needs `smallest_bytes` by the
         simulator, or by the compiler's count if it was compiled.
       finer: options of passes, by their names, that cut loops and large values finer;
-        none if the step holds too much throughout.
+        into fewer parts if the step holds too much throughout.
     """
 
     problem: str

@@ -11,6 +11,7 @@ from poet_jax.core.units import format_bytes
 LEAST_SHARE = 0.02  # of the need; less is not worth a word
 LARGE_SHARE = 0.2  # of the need, of a value that is worth cutting
 MOST_PARTS = {"max_pieces": 256, "blocks": 128}  # with more, plans take minutes
+HOPELESS_PARTS = {name: n // 4 for name, n in MOST_PARTS.items()}  # or seconds
 
 
 def remedies(graph: Graph, need_bytes: int, alive: Sequence[int]) -> list[str]:
@@ -66,16 +67,19 @@ def _movable(graph: Graph) -> int:
 def finer(
     graph: Graph, need_bytes: int, alive: Sequence[int], budget_bytes: float
 ) -> dict[str, dict[str, int]]:
-    """Options of passes that might bring the need to the budget; none if what the step
-    holds throughout is more. `alive` is as for `remedies`."""
-    for values in (graph.initial, graph.returned):
-        if sum(graph.values[v].nbytes for v in values) >= budget_bytes:
-            return {}
+    """Options of passes that might bring the need to the budget. Where the step holds
+    more than that throughout, fewer parts do: an error names a budget soon that is not
+    far from the least. `alive` is as for `remedies`."""
+    held_bytes = max(
+        sum(graph.values[v].nbytes for v in values)
+        for values in (graph.initial, graph.returned)
+    )
+    most = MOST_PARTS if held_bytes < budget_bytes else HOPELESS_PARTS
     return {
         part.of: part.option
         for part in _largest(graph, need_bytes, alive)
         if part.of and part.saved_bytes > LEAST_SHARE * need_bytes
-        if all(n <= MOST_PARTS.get(x, math.inf) for x, n in part.option.items())
+        if all(n <= most.get(x, math.inf) for x, n in part.option.items())
     }
 
 

@@ -133,13 +133,16 @@ def test_blocks_of_a_large_value_are_advised_and_need_less():
         return jnp.mean(jax.nn.logsumexp(x @ w, -1))
 
     w, x = jnp.zeros((16, 2048)), jnp.zeros((1024, 16))
-    error = too_small(jax.grad(loss), w, x)
+    whole = [p for p in PASSES if p is not blockwise]
+    error = too_small(jax.grad(loss), w, x, passes=whole)
     (large,) = re.findall(r"blockwise, large_bytes=(\d+)\)", str(error))
     assert int(large) == 4 * 2048 * 1024
     finer = functools.partial(blockwise, large_bytes=int(large))
     passes = [finer if p is blockwise else p for p in PASSES]
     better = too_small(jax.grad(loss), w, x, passes=passes)
     assert better.smallest_bytes < 0.5 * error.smallest_bytes
+    # By themselves, too, for a budget below what the step holds throughout.
+    assert too_small(jax.grad(loss), w, x).smallest_bytes <= better.smallest_bytes
 
 
 def soft_capped(x):
@@ -233,6 +236,12 @@ IN_PLACE = {
     ),
     "MultiSteps": multi_steps,
 }
+
+
+def jitted_bytes(fun, *args, **options):
+    memory = jax.jit(fun, **options).lower(*args).compile().memory_analysis()
+    needed = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return needed + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 @pytest.mark.usefixtures("standard_promotion")
