@@ -55,8 +55,8 @@ class Compilation:
     A percentage is of what keep-all needs as a compiled program: as planned, or by
     XLA's own count of the whole function if that is more. `store_bytes` is the device's
     room, for a budget that does not say. `cache` keeps plans, and what only compiling
-    them told. `most_bytes` is what a percentage is of, if another graph of the same
-    step told that.
+    them told. `earlier` is of another graph of the same step: it tells what a
+    percentage is of, and the bytes of the whole.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Compilation:
         target: Target,
         store_bytes: float,
         cache: PlanCache | None,
-        most_bytes: int | None = None,
+        earlier: "Compilation | None" = None,
     ):
         self.graph, self.costs, self.target = graph, costs, target
         self.planner, self.budget, self.cache = planner, budget, cache
@@ -79,7 +79,9 @@ class Compilation:
         if cache is not None:
             learnt = functools.partial(cache.learnt, graph, costs, budget, planner)
             self.facts = target.processes.agree(learnt)
-        self.most_bytes = self._most_bytes() if most_bytes is None else most_bytes
+        if earlier is not None and "whole_bytes" in earlier.facts:
+            self.facts["whole_bytes"] = earlier.facts["whole_bytes"]
+        self.most_bytes = self._most_bytes() if earlier is None else earlier.most_bytes
         limits = parse_budget(budget, self.most_bytes)
         self.limits = limits.on_storage_of(store_bytes, graph)
 
@@ -103,8 +105,8 @@ class Compilation:
         """The step as a whole if the budget covers that, else in stages; the other way
         around if the target says so.
 
-        Raises BudgetTooSmall, and PlanInvalid for a planner whose plan exceeds the
-        budget.
+        Raises BudgetTooSmall, of the planner alone (see `told`), and PlanInvalid for a
+        planner whose plan exceeds the budget.
         """
         hoped_bytes = self.everything.usage.peak_bytes / HOPE
         is_roomy = self.keep_all_bytes <= self.limits.memory_bytes
@@ -117,18 +119,19 @@ class Compilation:
         except BudgetTooSmall as error:
             # Stages that need about as much as keep-all may need more than the whole.
             may_be_less = hoped_bytes < error.smallest_bytes
-            schedule = self.as_a_whole(0 if may_be_less else hoped_bytes)
-            if schedule is not None:
-                return schedule
-            raise self.told(error, may_be_less) from error.__cause__
+            is_last = self.target.refinable.isdisjoint(error.finer)
+            schedule = self.as_a_whole(0 if may_be_less or is_last else hoped_bytes)
+            if schedule is None:
+                raise
+            return schedule
 
-    def told(self, error: BudgetTooSmall, may_be_less: bool) -> BudgetTooSmall:
+    def told(self, error: BudgetTooSmall) -> BudgetTooSmall:
         """`error` with the smallest percentage, and with the need of `jax.jit`'s own
-        program if that is less and `may_be_less`."""
+        program if that is less."""
         least, whose, whole_bytes = error.smallest_bytes, "", 0
         if least <= self.limits.memory_bytes:
             return error  # something else than memory does not fit
-        if may_be_less and self.target.whole and not self.target.in_stages:
+        if self.target.whole and not self.target.in_stages:
             whole_bytes = self.facts.get("whole_bytes", 0)
         if 0 < whole_bytes < least:
             least, whose = whole_bytes, " for jax.jit's own program"

@@ -233,7 +233,7 @@ class Scheduled:
 
     def _fitting(self, key, jitted, args, kwargs, traced: Graph) -> Schedule:
         """A schedule that fits, with loops and large values cut finer if need be."""
-        passes, best, most_bytes = self.passes, None, None
+        passes, best, compilation = self.passes, None, None
         best_passes = passes
         options: dict[str, dict[str, int]] = {}
         refinable = frozenset(name for name, cut in CUTS.items() if cut in passes)
@@ -254,19 +254,19 @@ class Scheduled:
                 costs=costs,
             )
             target = dataclasses.replace(target, refinable=refinable)
+            with eval_context():
+                compilation = Compilation(
+                    graph,
+                    costs,
+                    budget,
+                    self.planner,
+                    target,
+                    self.store_bytes,
+                    self._cache,
+                    compilation,
+                )
             try:
                 with eval_context(), noting(problem):
-                    compilation = Compilation(
-                        graph,
-                        costs,
-                        budget,
-                        self.planner,
-                        target,
-                        self.store_bytes,
-                        self._cache,
-                        most_bytes,
-                    )
-                    most_bytes = compilation.most_bytes  # of finer graphs, too
                     return compilation.schedule()
             except BudgetTooSmall as error:
                 failed = error
@@ -274,7 +274,7 @@ class Scheduled:
             if best is None or failed.smallest_bytes < best.smallest_bytes:
                 best, best_passes = failed, passes
             if not refinable or (best is failed and not finer):
-                raise failed
+                raise compilation.told(failed) from failed.__cause__
             if best is not failed:  # it is compiled, which tells what it needs
                 passes, refinable = best_passes, frozenset()
                 continue
