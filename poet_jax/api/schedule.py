@@ -162,7 +162,7 @@ class Schedule(Planned):
 
     def to_html(self, path: str | os.PathLike) -> None:
         """Write one page about the schedule to `path`: summary, figure, and values."""
-        write_report(path, self)
+        write_report(path, self, self.compiled_bytes)
 
     def to_json(self, path: str | os.PathLike) -> None:
         """Write budget, plan, program, costs and compiled bytes to `path`, for

@@ -12,7 +12,7 @@ from poet_jax.core.representation import TOP, html_table
 from poet_jax.core.units import format_bytes, format_joules, format_seconds
 from poet_jax.viz.figures import LABELS, inline_svg
 from poet_jax.viz.reasons import ESTIMATE, Reason, reasons
-from poet_jax.viz.table import comparison, remarks, title
+from poet_jax.viz.table import comparison, counted, remarks, title
 
 COLUMNS = ("value", "decision", "size", "in RAM", "time", "energy", "reason")
 
@@ -95,10 +95,11 @@ def summary(planned: Planned, compiled_bytes: int | None, compilations: int) -> 
     Without matplotlib there is no figure.
     """
     head = ("", "keep-all", "this plan", "change")
+    used = comparison(counted(planned, compiled_bytes), planned.baseline)
     lines = remarks(planned, compiled_bytes, compilations)
     parts = [
         f"<p><b>{html.escape(title(planned))}</b></p>",
-        html_table(head, comparison(planned.usage, planned.baseline)),
+        html_table(head, used),
         *(f"<p>{html.escape(line)}</p>" for line in lines),
     ]
     with contextlib.suppress(ImportError):
@@ -111,16 +112,17 @@ def summary(planned: Planned, compiled_bytes: int | None, compilations: int) -> 
     return "".join((*parts, html_table(("value", "decision", "size", "in RAM"), rows)))
 
 
-def report(planned: Planned) -> str:
+def report(planned: Planned, compiled_bytes: int | None) -> str:
     """The page: a summary, the step's figure, and a row for each value.
 
     Rows can be searched, and sorted by any column. Needs matplotlib, as
     `Schedule.plot`.
     """
     about = _largest_first(planned)
+    used = comparison(counted(planned, compiled_bytes), planned.baseline)
     summary = "".join(
         _row([(label, ""), (before, "number"), (after, "number"), (change, "number")])
-        for label, before, after, change in comparison(planned.usage, planned.baseline)
+        for label, before, after, change in used
     )
     lines = "".join(f"<li>{html.escape(line)}</li>" for line in remarks(planned))
     head, values = html.escape(title(planned)), planned.graph.values
@@ -158,9 +160,12 @@ aria-label="Search the values"></p>
 """
 
 
-def write_report(path: str | os.PathLike, planned: Planned) -> None:
-    """Write `report(planned)` to `path`."""
-    pathlib.Path(path).write_text(report(planned), encoding="utf-8")
+def write_report(
+    path: str | os.PathLike, planned: Planned, compiled_bytes: int | None
+) -> None:
+    """Write `report(planned, compiled_bytes)` to `path`."""
+    text = report(planned, compiled_bytes)
+    pathlib.Path(path).write_text(text, encoding="utf-8")
 
 
 def _largest_first(planned: Planned) -> list[Reason]:

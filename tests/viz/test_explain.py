@@ -451,6 +451,24 @@ def test_figures_of_a_step_without_cost_are_drawn(fun, tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
+def test_what_runs_as_jax_jit_compiles_it_is_shown_with_its_bytes(tmp_path):
+    """Where its plan, of single equations, is not within the budget."""
+    scheduled = poet_jax.schedule(
+        lambda x: jnp.sum(jnp.tanh(x) * 2), "1.5MiB", passes=(), **OPTIONS
+    )
+    schedule = scheduled.plan(jnp.ones(2**18))
+    assert schedule.usage.peak_bytes > schedule.budget.memory_bytes
+    schedule.to_html(tmp_path / "report.html")
+    for shown in (
+        str(schedule),
+        schedule._repr_html_(),
+        (tmp_path / "report.html").read_text(),
+    ):
+        assert "It runs as jax.jit compiles it" in shown
+        memory = re.sub(r"(<[^>]*>|\s)+", " ", shown).split(" memory ")[1]
+        assert memory.split(" storage ")[0].startswith("3.0 MiB 1.0 MiB -66")
+
+
 # In a notebook.
 
 
