@@ -23,7 +23,13 @@ from poet_jax.core.plan import (
 )
 from poet_jax.emit import compile_within, keep_all_bytes
 from poet_jax.emit.executor import Step
-from poet_jax.planners.planner import Judged, fits, keep_everything, objective_of
+from poet_jax.planners.planner import (
+    Judged,
+    bounded,
+    fits,
+    keep_everything,
+    objective_of,
+)
 
 
 def make_schedule(
@@ -142,7 +148,11 @@ class Compilation:
         remedies = (wanted, *error.remedies[1:])
         if least == error.smallest_bytes and remedies == error.remedies:
             return error
+        problem = error.problem
+        if least < error.least_bytes:  # which is of stages
+            problem = problem.replace(bounded(error.least_bytes), "")
         return error.but(
+            problem=problem,
             remedies=remedies,
             smallest_bytes=least,
             least_bytes=min(error.least_bytes, least),

@@ -223,12 +223,13 @@ def budget_too_small(
         for v in alive[:3]
     )
     planned = least = smallest.usage.peak_bytes
-    proven = (
-        f"{planner} needs {least} bytes ({format_bytes(least)})"
-        if least_bytes is None or least_bytes >= least
-        else f"The leanest plan that {planner} found needs {least} bytes "
-        f"({format_bytes(least)}), and none needs under {least_bytes}"
-    )
+    proven = f"needs {least} bytes ({format_bytes(least)})"
+    if least_bytes is None or least_bytes >= least:
+        proven = f"{planner} {proven}"
+    else:
+        proven = f"The leanest plan that {planner} found {proven}"
+        if 0 < least_bytes <= (compiled_bytes or least_bytes):
+            proven += bounded(least_bytes)
     if compiled_bytes and compiled_bytes != planned:
         least = compiled_bytes
         proven += f", and compiled {least} bytes ({format_bytes(least)})"
@@ -282,6 +283,11 @@ def budget_too_small(
         ),
         finer={} if limits else finer(graph, least, alive, budget.memory_bytes),
     )
+
+
+def bounded(least_bytes: int) -> str:
+    """What an error says of a bound on the memory of plans."""
+    return f", and by the model no plan in stages needs under {least_bytes}"
 
 
 def floor_bytes(graph: Graph, costs: Costs) -> int:

@@ -186,6 +186,22 @@ def test_what_an_error_names_works_though_the_planner_is_worse_at_other_budgets(
     assert plan.compiled_bytes <= named
 
 
+@pytest.mark.parametrize("executor", [None, STAGES], ids=["whole", "in stages"])
+def test_a_bound_on_plans_is_named_where_no_less_is(executor):
+    """Compiled as a whole, two equations need no room for what is between them."""
+
+    def planner(graph, costs, budget):
+        try:
+            return poet_jax.greedy(graph, costs, budget)
+        except poet_jax.BudgetTooSmall as error:
+            raise error.but(least_bytes=2**20 + 9, exact=False) from None
+
+    options = {"planner": planner, "executor": executor, "passes": ()}
+    error = too_small(lambda x: jnp.sum(jnp.tanh(x)), jnp.ones(2**18), **options)
+    is_bounded = "by the model no plan in stages needs under 1048585" in str(error)
+    assert is_bounded == (error.smallest_bytes >= 1048585) == (executor is STAGES)
+
+
 @pytest.mark.parametrize("library", ["nnx", "linen"])
 @pytest.mark.parametrize("update", [None, {"**/bias": 1.0}], ids=["all", "bias"])
 def test_a_step_that_trains_all_says_what_training_a_part_would_save(library, update):
