@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from poet_jax.api.cache import PlanCache
 from poet_jax.api.compiling import Target
@@ -23,6 +23,8 @@ from poet_jax.core.plan import (
 )
 from poet_jax.emit import compile_within, keep_all_bytes
 from poet_jax.emit.executor import Step
+from poet_jax.passes import Pass
+from poet_jax.planners.advice import is_taken
 from poet_jax.planners.planner import (
     Judged,
     bounded,
@@ -131,9 +133,9 @@ class Compilation:
                 raise
             return schedule
 
-    def told(self, error: BudgetTooSmall) -> BudgetTooSmall:
-        """`error` with the smallest percentage, and with the need of `jax.jit`'s own
-        program if that is less."""
+    def told(self, error: BudgetTooSmall, tried: Iterable[Pass]) -> BudgetTooSmall:
+        """`error` with the smallest percentage, with the need of `jax.jit`'s own
+        program if that is less, and without what passes that were `tried` do."""
         least, whose, whole_bytes = error.smallest_bytes, "", 0
         if least <= self.limits.memory_bytes:
             return error  # something else than memory does not fit
@@ -145,7 +147,8 @@ class Compilation:
         if is_percentage(self.budget):
             share = math.ceil(100 * least / self.most_bytes)
             wanted = f'a budget of at least "{share}%" ({least} bytes{whose})'
-        remedies = (wanted, *error.remedies[1:])
+        others = (x for x in error.remedies[1:] if not is_taken(x, tried))
+        remedies = (wanted, *others)
         if least == error.smallest_bytes and remedies == error.remedies:
             return error
         problem = error.problem

@@ -234,7 +234,7 @@ class Scheduled:
     def _fitting(self, key, jitted, args, kwargs, traced: Graph) -> Schedule:
         """A schedule that fits, with loops and large values cut finer if need be."""
         passes, best, compilation = self.passes, None, None
-        best_passes = passes
+        best_passes = tried = passes
         options: dict[str, dict[str, int]] = {}
         refinable = frozenset(name for name, cut in CUTS.items() if cut in passes)
         budget = self.budget_for(*args, **kwargs)
@@ -274,9 +274,10 @@ class Scheduled:
             if best is None or failed.smallest_bytes < best.smallest_bytes:
                 best, best_passes = failed, passes
             if not refinable or (best is failed and not finer):
-                raise compilation.told(failed) from failed.__cause__
+                tried = (*passes, *tried)
+                raise compilation.told(failed, tried) from failed.__cause__
             if best is not failed:  # it is compiled, which tells what it needs
-                passes, refinable = best_passes, frozenset()
+                passes, tried, refinable = best_passes, passes, frozenset()
                 continue
             for name, option in finer.items():
                 options.setdefault(name, {}).update(option)

@@ -1,6 +1,8 @@
 """What would lower the memory that a function needs, each with its bytes."""
 
+import functools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -29,6 +31,20 @@ def remedies(graph: Graph, need_bytes: int, alive: Sequence[int]) -> list[str]:
         f"{name} ({format_bytes(worth[name])})"
         for name in sorted(worth, key=lambda name: -worth[name])
     ]
+
+
+def is_taken(remedy: str, passes: Iterable[Any]) -> bool:
+    """Whether one of `passes` has the option that a remedy names, or cuts finer."""
+    if (found := _OPTION.search(remedy)) is None:
+        return False
+    of, name, number = found.groups()
+    given = [
+        x.keywords.get(name) or (math.inf if name == "large_bytes" else 0)
+        for x in passes
+        if isinstance(x, functools.partial) and getattr(x.func, "__name__", "") == of
+    ]
+    is_less = name == "large_bytes"
+    return any(n <= int(number) if is_less else n >= int(number) for n in given)
 
 
 def _nbytes(value: Value) -> int:
@@ -111,6 +127,10 @@ class _Part(NamedTuple):
         ((name, number),) = self.option.items()
         finer = f"functools.partial(poet_jax.passes.{self.of}, {name}={number})"
         return f"{finer} in passes=, {self.what}"
+
+
+# An option in the advice.
+_OPTION = re.compile(r"poet_jax\.passes\.(\w+), (\w+)=(\d+)\)")
 
 
 def _largest_product(
