@@ -329,9 +329,12 @@ RUNNABLE = HEURISTICS | {
 }
 
 
-def check_run(fun, args, store, planner, budget):
-    """A step within the budget, or the smallest that works, against `jax.jit`."""
-    executor = poet_jax.HostExecutor(store)
+def check_run(fun, args, store, planner, budget, trace=False):
+    """A step within the budget, or the smallest that works, against `jax.jit`.
+
+    `trace`: only in stages, also where jax.jit's own program needs less.
+    """
+    executor = poet_jax.HostExecutor(store, trace=trace)
     make = functools.partial(
         poet_jax.schedule,
         fun,
@@ -441,7 +444,8 @@ def linen_step():
     [(nnx_step, "paging_only"), (nnx_step, "HIGHS"), (linen_step, "greedy")],
 )
 def test_flax_models_run_within_the_budget_with_the_same_numbers(make, name, tmp_path):
-    planned = check_run(*make(), poet_jax.FileStore(tmp_path), RUNNABLE[name], "5%")
+    store = poet_jax.FileStore(tmp_path)
+    planned = check_run(*make(), store, RUNNABLE[name], "5%", trace=True)
     assert planned.program.recomputed or planned.usage.bytes_paged_in
 
 
