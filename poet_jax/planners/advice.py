@@ -13,7 +13,7 @@ from poet_jax.core.units import format_bytes
 LEAST_SHARE = 0.02  # of the need; less is not worth a word
 LARGE_SHARE = 0.2  # of the need, of a value that is worth cutting
 MOST_PARTS = {"max_pieces": 256, "blocks": 128}  # with more, plans take minutes
-HOPELESS_PARTS = {name: n // 4 for name, n in MOST_PARTS.items()}  # or seconds
+HOPELESS_PARTS = {name: n // 8 for name, n in MOST_PARTS.items()}  # or seconds
 
 
 def remedies(graph: Graph, need_bytes: int, alive: Sequence[int]) -> list[str]:
