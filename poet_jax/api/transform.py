@@ -35,13 +35,10 @@ from poet_jax.emit.c99.workspace import in_c
 from poet_jax.emit.executor import HostExecutor, Run, Step
 from poet_jax.emit.paged_step import PagedStep
 from poet_jax.emit.shards import sharded
-from poet_jax.passes import PASSES, Pass, blockwise, for_board, run_passes, unroll
+from poet_jax.passes import CUTS, PASSES, Pass, for_board, run_passes
 from poet_jax.planners.milp.search import MilpPlanner
 
 logger = logging.getLogger("poet_jax")
-
-# Passes whose parts get smaller where a step does not fit.
-CUTS = {"unroll": unroll, "blockwise": blockwise}
 
 
 class Scheduled:

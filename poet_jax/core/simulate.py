@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from poet_jax.core.costs import Costs
+from poet_jax.core.graph import Node
 from poet_jax.core.plan import Free, PageIn, PageOut
 from poet_jax.core.program import Instruction, Program, Run, walk
 from poet_jax.core.representation import brief
@@ -215,13 +216,14 @@ def _joules(x: Instruction, costs: Costs) -> float:
 
 def alive_at_peak(
     program: Program, costs: Costs, usage: Usage
-) -> tuple[str, list[int]]:
-    """The node running at the peak, and the values alive there, largest first."""
+) -> tuple[Node | None, list[int]]:
+    """The node running at the peak, and the values alive there, largest first. None is
+    the start of the step."""
     graph = program.graph
-    node, present = "the start of the step", set(graph.initial)
+    node, present = None, set(graph.initial)
     for row, moment in enumerate(walk(program)):
         if isinstance(moment.instruction, Run):
-            node = graph.nodes[moment.instruction.nodes[-1]].name
+            node = graph.nodes[moment.instruction.nodes[-1]]
         if row == usage.peak_instruction:
             present = set(moment.present)
             break

@@ -35,6 +35,12 @@ PASSES: tuple[Pass, ...] = (
     reorder,
     cpu_kernels,
 )
+# Those that take options by which parts get smaller, where a step does not fit.
+CUTS: dict[str, Callable[..., Graph]] = {
+    "unroll": unroll,
+    "blockwise": blockwise,
+    "group": group,
+}
 
 
 def run_passes(graph: Graph, passes: Iterable[Pass] = PASSES) -> Graph:
@@ -73,6 +79,7 @@ def _in_small_blocks(graph: Graph) -> Graph:
 
 
 __all__ = [
+    "CUTS",
     "PASSES",
     "Pass",
     "Rewriter",

@@ -56,15 +56,17 @@ class _Group:
     members: list[int]
 
 
-def group(graph: Graph) -> Graph:
-    """A graph with fewer, larger nodes that computes the same, for a graph of
-    `trace`."""
-    return _Coarsener(graph).result()
+def group(graph: Graph, *, max_equations: int | None = None) -> Graph:
+    """A graph with fewer, larger nodes that computes the same, for a graph of `trace`.
+
+    With `max_equations`, no node has more, but for broadcasts that are repeated in it.
+    """
+    return _Coarsener(graph, max_equations or len(graph.nodes)).result()
 
 
 class _Coarsener:
-    def __init__(self, graph: Graph):
-        self.graph = graph
+    def __init__(self, graph: Graph, max_equations: int):
+        self.graph, self.max_equations = graph, max_equations
         self.heavy = [is_heavy(node) for node in graph.nodes]
         self.free = {n for n in range(len(graph.nodes)) if self.is_free(n)}
         self.group: dict[int, _Group] = {}
@@ -298,11 +300,12 @@ class _Coarsener:
         each adds to what is alive no more than it touches."""
         alive = self.alive_bytes(members)
         largest = max(self.touched_bytes(n) for n in members)
-        if max(alive) <= MOST_HELD * largest:
+        few = len(members) <= self.max_equations or members[0] in self.turned.values()
+        if few and max(alive) <= MOST_HELD * largest:
             yield self.merge(members)
             return
-        quarter = len(members) // 4
-        cut = min(range(quarter, len(members) - quarter), key=alive.__getitem__) + 1
+        edge = max(1, len(members) // 4)
+        cut = min(range(edge - 1, len(members) - edge), key=alive.__getitem__) + 1
         yield from self.pieces(members[:cut])
         yield from self.pieces(members[cut:])
 

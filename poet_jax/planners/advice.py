@@ -7,22 +7,25 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from poet_jax.core.graph import Graph, Value
+from poet_jax.core.graph import Graph, Node, Value
 from poet_jax.core.units import format_bytes
 
 LEAST_SHARE = 0.02  # of the need; less is not worth a word
-LARGE_SHARE = 0.2  # of the need, of a value that is worth cutting
+LARGE_SHARE = 0.2  # of the need, of what is worth cutting
+FEW = 8  # equations of a node, which a plan does without cutting
 MOST_PARTS = {"max_pieces": 256, "blocks": 128}  # with more, plans take minutes
 HOPELESS_PARTS = {name: n // 8 for name, n in MOST_PARTS.items()}  # or seconds
 
 
-def remedies(graph: Graph, need_bytes: int, alive: Sequence[int]) -> list[str]:
+def remedies(
+    graph: Graph, need_bytes: int, node: Node | None, alive: Sequence[int]
+) -> list[str]:
     """What to use for less memory, what saves most first, with about how much that
-    is. `alive` are the values alive where the need is greatest."""
+    is. The need is greatest at `node`, where the values `alive` are alive."""
     found = {
         "donate_argnums for the state that the step replaces": _replaceable(graph),
     }
-    for part in _largest(graph, need_bytes, alive):
+    for part in _largest(graph, need_bytes, node, alive):
         found[part.advice] = part.saved_bytes
     if graph.devices == 1:
         found["poet_jax.to_storage for the state"] = _movable(graph)
@@ -38,12 +41,12 @@ def is_taken(remedy: str, passes: Iterable[Any]) -> bool:
     if (found := _OPTION.search(remedy)) is None:
         return False
     of, name, number = found.groups()
+    is_less = name in ("large_bytes", "max_equations")
     given = [
-        x.keywords.get(name) or (math.inf if name == "large_bytes" else 0)
+        x.keywords.get(name) or (math.inf if is_less else 0)
         for x in passes
         if isinstance(x, functools.partial) and getattr(x.func, "__name__", "") == of
     ]
-    is_less = name == "large_bytes"
     return any(n <= int(number) if is_less else n >= int(number) for n in given)
 
 
@@ -81,11 +84,15 @@ def _movable(graph: Graph) -> int:
 
 
 def finer(
-    graph: Graph, need_bytes: int, alive: Sequence[int], budget_bytes: float
+    graph: Graph,
+    need_bytes: int,
+    node: Node | None,
+    alive: Sequence[int],
+    budget_bytes: float,
 ) -> dict[str, dict[str, int]]:
     """Options of passes that might bring the need to the budget. Where the step holds
     more than that throughout, fewer parts do: an error names a budget soon that is not
-    far from the least. `alive` is as for `remedies`."""
+    far from the least. `node` and `alive` are as for `remedies`."""
     held_bytes = max(
         sum(graph.values[v].nbytes for v in values)
         for values in (graph.initial, graph.returned)
@@ -93,16 +100,19 @@ def finer(
     most = MOST_PARTS if held_bytes < budget_bytes else HOPELESS_PARTS
     return {
         part.of: part.option
-        for part in _largest(graph, need_bytes, alive)
+        for part in _largest(graph, need_bytes, node, alive)
         if part.of and part.saved_bytes > LEAST_SHARE * need_bytes
         if all(n <= most.get(x, math.inf) for x, n in part.option.items())
     }
 
 
-def _largest(graph: Graph, need_bytes: int, alive: Sequence[int]) -> Iterator["_Part"]:
-    """The parts of loops and of products that are worth making smaller."""
+def _largest(
+    graph: Graph, need_bytes: int, node: Node | None, alive: Sequence[int]
+) -> Iterator["_Part"]:
+    """The parts of loops, of products and of groups that are worth making smaller."""
     product = _largest_product(graph, need_bytes, alive)
-    yield from filter(None, (_largest_loop(graph), product))
+    group = _large_group(graph, need_bytes, node, alive)
+    yield from filter(None, (_largest_loop(graph), product, group))
 
 
 class _Part(NamedTuple):
@@ -155,6 +165,22 @@ def _largest_product(
     whole, blocks = _parts(name, (name for _, name in products))
     what = f"for smaller blocks of {whole}"
     return _Part("blockwise", {"blocks": 2 * blocks}, what, saved)
+
+
+def _large_group(
+    graph: Graph, need_bytes: int, node: Node | None, alive: Sequence[int]
+) -> _Part | None:
+    """Smaller groups than a node of many equations that takes much of the need."""
+    if node is None:
+        return None
+    count = len(node.equations)
+    own = [v for v in {*node.reads, *node.writes} if v in graph.producer]
+    inside_bytes = max(0, need_bytes - sum(_nbytes(graph.values[v]) for v in alive))
+    nbytes = inside_bytes + sum(_nbytes(graph.values[v]) for v in own)
+    if count <= 2 * FEW or nbytes < LARGE_SHARE * need_bytes:
+        return None
+    option = {"max_equations": max(FEW, count // 4)}
+    return _Part("group", option, f"for nodes smaller than {node.name}", nbytes // 2)
 
 
 def _parts(name: str, names: Iterable[str]) -> tuple[str, int]:

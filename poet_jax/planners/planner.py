@@ -216,7 +216,8 @@ def budget_too_small(
     `fastest` is for a deadline that is missed: what fits without one, soonest.
     `compiled_bytes` is what that leanest plan needs by the compiler's own count.
     """
-    node, alive = alive_at_peak(smallest.program, costs, smallest.usage)
+    peak, alive = alive_at_peak(smallest.program, costs, smallest.usage)
+    node = "the start of the step" if peak is None else peak.name
     names = [graph.values[v].name for v in alive]
     largest = ", ".join(
         f"{graph.values[v].name} ({format_bytes(int(costs.nbytes[v]))})"
@@ -265,7 +266,7 @@ def budget_too_small(
         wanted = f"Budget(seconds=...) of at least {rounded_up(seconds)}"
     elif limits:
         wanted = "more memory, seconds= or store_bytes="
-    advice = [wanted, "a smaller batch", *remedies(graph, least, alive)]
+    advice = [wanted, "a smaller batch", *remedies(graph, least, peak, alive)]
     if planner != "MilpPlanner":
         advice.append("poet_jax.MilpPlanner(), which may find a leaner plan")
     return BudgetTooSmall(
@@ -281,7 +282,7 @@ def budget_too_small(
             time.monotonic(),
             bound=least_objective(graph, costs, "energy"),
         ),
-        finer={} if limits else finer(graph, least, alive, budget.memory_bytes),
+        finer={} if limits else finer(graph, least, peak, alive, budget.memory_bytes),
     )
 
 

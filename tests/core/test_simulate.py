@@ -179,7 +179,7 @@ def test_the_peak_is_explained():
     plan = poet_jax.keep_all(graph, costs, poet_jax.Budget(100))
     program = poet_jax.lower(graph, plan)
     node, alive = alive_at_peak(program, costs, poet_jax.simulate(program, costs))
-    assert (node, alive) == ("b", [0, 1])
+    assert node is not None and (node.name, alive) == ("b", [0, 1])
 
 
 @examples(150)

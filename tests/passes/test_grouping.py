@@ -143,6 +143,25 @@ def test_a_long_chain_of_light_equations_and_its_gradient_fit_half_the_memory():
     np.testing.assert_allclose(step(x), jax.grad(loss)(x), rtol=1e-5, atol=1e-6)
 
 
+def test_a_group_that_takes_most_is_cut_where_a_step_does_not_fit():
+    """Forces between all pairs of bodies, of which no group holds many."""
+
+    def loss(x, v):
+        for _ in range(6):
+            d = x[None] - x[:, None]
+            squared = (d**2).sum(-1) + 0.01
+            v = v + 0.005 * (d * (squared**-1.5)[..., None]).sum(1)
+            x = x + 0.01 * v
+        return jnp.mean(x**2)
+
+    x = jax.random.normal(jax.random.key(0), (128, 3))
+    step = poet_jax.schedule(jax.grad(loss, (0, 1)), "35%")
+    for found, wanted in zip(
+        step(x, 0 * x), jax.grad(loss, (0, 1))(x, 0 * x), strict=True
+    ):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-7)
+
+
 def test_gradients_of_what_parts_of_a_batch_share_do_not_tie_the_parts():
     """Each part's gradient is added as soon as it is there."""
 
