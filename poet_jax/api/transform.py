@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import jax
@@ -21,6 +21,7 @@ from poet_jax.api.function import JIT_OPTIONS, Function, NotPlanned
 from poet_jax.api.paging import noting, pageable
 from poet_jax.api.pareto import Front, pareto
 from poet_jax.api.planning import Compilation, make_schedule
+from poet_jax.api.rounds import Attempt, in_rounds
 from poet_jax.api.schedule import Schedule
 from poet_jax.core.costs import Costs
 from poet_jax.core.device import DeviceProfile
@@ -35,7 +36,7 @@ from poet_jax.emit.c99.workspace import in_c
 from poet_jax.emit.executor import HostExecutor, Run, Step
 from poet_jax.emit.paged_step import PagedStep
 from poet_jax.emit.shards import sharded
-from poet_jax.passes import CUTS, PASSES, Pass, for_board, run_passes
+from poet_jax.passes import PASSES, Pass, for_board, run_passes
 from poet_jax.planners.milp.search import MilpPlanner
 
 logger = logging.getLogger("poet_jax")
@@ -230,12 +231,11 @@ class Scheduled:
 
     def _fitting(self, key, jitted, args, kwargs, traced: Graph) -> Schedule:
         """A schedule that fits, with loops and large values cut finer if need be."""
-        passes, best, compilation = self.passes, None, None
-        best_passes = tried = passes
-        options: dict[str, dict[str, int]] = {}
-        refinable = frozenset(name for name, cut in CUTS.items() if cut in passes)
         budget = self.budget_for(*args, **kwargs)
-        while True:
+
+        def attempt(
+            passes: Sequence[Pass], refinable: Set[str], earlier: Compilation | None
+        ) -> Attempt:
             graph, costs = self._priced(key, args, kwargs, traced, passes)
             graph, problem = pageable(graph, self._function.options)
             target = target_for(
@@ -250,38 +250,24 @@ class Scheduled:
                 graph=graph,
                 costs=costs,
             )
-            target = dataclasses.replace(target, refinable=refinable)
             with eval_context():
                 compilation = Compilation(
                     graph,
                     costs,
                     budget,
                     self.planner,
-                    target,
+                    dataclasses.replace(target, refinable=refinable),
                     self.store_bytes,
                     self._cache,
-                    compilation,
+                    earlier,
                 )
-            try:
-                with eval_context(), noting(problem):
-                    return compilation.schedule()
-            except BudgetTooSmall as error:
-                failed = error
-            finer = {n: x for n, x in failed.finer.items() if n in refinable}
-            if best is None or failed.smallest_bytes < best.smallest_bytes:
-                best, best_passes = failed, passes
-            if not refinable or (best is failed and not finer):
-                tried = (*passes, *tried)
-                raise compilation.told(failed, tried) from failed.__cause__
-            if best is not failed:  # it is compiled, which tells what it needs
-                passes, tried, refinable = best_passes, passes, frozenset()
-                continue
-            for name, option in finer.items():
-                options.setdefault(name, {}).update(option)
-            cuts = {CUTS[name]: x for name, x in options.items()}
-            passes = tuple(
-                functools.partial(x, **cuts[x]) if x in cuts else x for x in self.passes
-            )
+                try:
+                    with noting(problem):
+                        return Attempt(passes, compilation, compilation.schedule())
+                except BudgetTooSmall as error:
+                    return Attempt(passes, compilation, error)
+
+        return in_rounds(self.passes, attempt)
 
     def traced(self, *args: Any, **kwargs: Any) -> Graph:
         """The graph for arguments like these, of single equations, before any pass.

@@ -25,6 +25,8 @@ class BudgetTooSmall(ValueError):
       values: names of the values alive there, largest first.
       plan: the Plan with the lowest peak found; it needs `smallest_bytes` by the
         simulator, or by the compiler's count if it was compiled.
+      planned_bytes: what that plan needs by the simulator.
+      is_compiled: whether `smallest_bytes` is of a compiled program.
       finer: options of passes, by their names, that cut loops and large values finer;
         into fewer parts if the step holds too much throughout.
     """
@@ -38,6 +40,8 @@ class BudgetTooSmall(ValueError):
     node: str
     values: tuple[str, ...]
     plan: Any
+    planned_bytes: int = 0
+    is_compiled: bool = False
     finer: Mapping[str, Mapping[str, int]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):

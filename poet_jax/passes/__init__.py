@@ -1,6 +1,7 @@
 """Passes, `Graph -> Graph`, in the order in which `schedule` makes them."""
 
-from collections.abc import Callable, Iterable
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from poet_jax.core.graph import Graph
 from poet_jax.passes.blocks import blockwise
@@ -59,6 +60,23 @@ def run_passes(graph: Graph, passes: Iterable[Pass] = PASSES) -> Graph:
     return graph
 
 
+def refinable_of(passes: Iterable[Pass]) -> Iterator[str]:
+    """Names of those of `CUTS` among them, that have no options yet."""
+    given = list(passes)
+    return (name for name, cut in CUTS.items() if any(x is cut for x in given))
+
+
+def with_options(
+    passes: Iterable[Pass], options: Mapping[str, Mapping[str, int]]
+) -> tuple[Pass, ...]:
+    """`passes` with options of those of `CUTS`, by their names."""
+    cuts = [(CUTS[name], given) for name, given in options.items()]
+    return tuple(
+        next((functools.partial(x, **given) for cut, given in cuts if x is cut), x)
+        for x in passes
+    )
+
+
 def for_board(passes: Iterable[Pass]) -> list[Pass]:
     """`passes` for a program of C.
 
@@ -97,6 +115,8 @@ __all__ = [
     "stream_state",
     "unroll",
     "views_at_use",
+    "refinable_of",
+    "with_options",
     "blockwise",
     "for_board",
 ]

@@ -162,6 +162,8 @@ class _Blocks(Cutter):
         """Whether it makes a large value of small ones, or of one that is made so."""
         if len(node.writes) != 1 or self.values[node.writes[0]].nbytes < self.least:
             return False
+        if not self.values[node.writes[0]].shape:
+            return False  # a number is as large as a block of a small column
         return pulled(node.equations[0], 0) is not None and all(
             v in self.postponed or self.values[v].nbytes < self.least
             for v in node.reads
@@ -172,11 +174,7 @@ class _Blocks(Cutter):
 
     def part(self, value: Any, axis: int, number: int) -> int:
         """A block of a value along an axis."""
-        if value in self.postponed:
-            node = self.postponed[value]
-            if (way := pulled(node.equations[0], axis)) is not None:
-                del self.postponed[value]
-                self.cut(node, way)
+        self.fill(value, axis)
         if self.along.get(value) == axis:
             return self.split[value][number]
         whole = self.whole(value)
@@ -191,6 +189,29 @@ class _Blocks(Cutter):
                     [whole],
                 )
         return self.slices[key]
+
+    def fill(self, value: Any, axis: int) -> None:
+        """Make what is postponed in blocks along an axis, after what it is made of."""
+        stack = [(value, axis)]
+        while stack:
+            value, axis = stack[-1]
+            node = self.postponed.get(value)
+            way = None if node is None else pulled(node.equations[0], axis)
+            if node is None or way is None:
+                stack.pop()
+                continue
+            before = [
+                (x, a)
+                for x, a in zip(node.equations[0].operands, way.operands, strict=True)
+                if a is not None
+                and x in self.postponed
+                and pulled(self.postponed[x].equations[0], a) is not None
+            ]
+            if before:
+                stack += before
+                continue
+            stack.pop()
+            self.cut(self.postponed.pop(value), way)
 
     def cut(self, node: Node, way: Way) -> None:
         """Compute a node block by block."""

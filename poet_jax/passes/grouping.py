@@ -60,8 +60,13 @@ def group(graph: Graph, *, max_equations: int | None = None) -> Graph:
     """A graph with fewer, larger nodes that computes the same, for a graph of `trace`.
 
     With `max_equations`, no node has more, but for broadcasts that are repeated in it.
+    Raises ValueError if that is less than one.
     """
-    return _Coarsener(graph, max_equations or len(graph.nodes)).result()
+    if max_equations is None:
+        max_equations = len(graph.nodes)
+    elif max_equations < 1:
+        raise ValueError(f"max_equations must be at least 1, got {max_equations}.")
+    return _Coarsener(graph, max_equations).result()
 
 
 class _Coarsener:
@@ -169,7 +174,8 @@ class _Coarsener:
             for value, maker in self.producers(number):
                 product = self.graph.nodes[maker].equations[0]
                 if (
-                    list(self.all_readers(value)) == [number]
+                    value in node.reads
+                    and list(self.all_readers(value)) == [number]
                     and value not in self.graph.leaving
                     and can_turn(product)
                     and permutation == turns(product)

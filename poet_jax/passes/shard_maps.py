@@ -26,8 +26,9 @@ def open_shard_maps(graph: Graph) -> Graph:
     """`graph` with each node of a `shard_map`'s body as a `shard_map` of its own.
 
     Nodes are those that `group` makes of the body. A loop in a body stays one node.
-    Bodies with an effect, and with types that name other axes than those of the
-    `shard_map`, stay as they are.
+    Bodies with an effect, with types that name other axes than those of the
+    `shard_map`, and of operands or results that are `reduced` or `unreduced`, stay as
+    they are.
     """
     if not any(map(_may_open, graph.nodes)):
         return graph
@@ -41,7 +42,9 @@ def _may_open(node: Node) -> bool:
     if equation.primitive.name != "shard_map":
         return False
     mesh, axes = equation.params["mesh"], equation.params["newly_manual_axes"]
-    return axes.issuperset(_explicit_axes(mesh))
+    specs = (*equation.params["in_specs"], *equation.params["out_specs"])
+    is_plain = not any(spec.reduced or spec.unreduced for spec in specs)
+    return is_plain and axes.issuperset(_explicit_axes(mesh))
 
 
 def _explicit_axes(mesh: Any) -> Iterator[Any]:

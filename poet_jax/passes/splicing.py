@@ -140,9 +140,14 @@ class Cutter(Splicer):
     def whole(self, value: Any) -> Any:
         """What a value is now, which is made if it is not there as a whole."""
         value = super().whole(value)
-        if value in self.postponed:
-            self.emit(self.postponed.pop(value))
-        elif value in self.split:
+        stack = [value] if value in self.postponed else []
+        while stack:  # in its own loop: there may be more of them than Python's frames
+            node = self.postponed.get(stack[-1])
+            missing = [v for v in node.reads if v in self.postponed] if node else []
+            stack += missing
+            if not missing and (last := stack.pop()) in self.postponed:
+                self.emit(self.postponed.pop(last))
+        if value in self.split:
             (self.instead[value],) = self.add(
                 self.values[value].name,
                 False,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from poet_jax.core.graph import Graph, Node, Value
 from poet_jax.core.units import format_bytes
 
+LEAST_BYTES = 2**18  # of a need; in less, XLA's padding outweighs what cutting saves
 LEAST_SHARE = 0.02  # of the need; less is not worth a word
 LARGE_SHARE = 0.2  # of the need, of what is worth cutting
 FEW = 8  # equations of a node, which a plan does without cutting
@@ -93,6 +94,8 @@ def finer(
     """Options of passes that might bring the need to the budget. Where the step holds
     more than that throughout, fewer parts do: an error names a budget soon that is not
     far from the least. `node` and `alive` are as for `remedies`."""
+    if need_bytes < LEAST_BYTES:
+        return {}
     held_bytes = max(
         sum(graph.values[v].nbytes for v in values)
         for values in (graph.initial, graph.returned)
@@ -134,13 +137,13 @@ class _Part(NamedTuple):
     def advice(self) -> str:
         if not self.of:
             return self.what
-        ((name, number),) = self.option.items()
-        finer = f"functools.partial(poet_jax.passes.{self.of}, {name}={number})"
+        option = ", ".join(f"{name}={number}" for name, number in self.option.items())
+        finer = f"functools.partial(poet_jax.passes.{self.of}, {option})"
         return f"{finer} in passes=, {self.what}"
 
 
 # An option in the advice.
-_OPTION = re.compile(r"poet_jax\.passes\.(\w+), (\w+)=(\d+)\)")
+_OPTION = re.compile(r"poet_jax\.passes\.(\w+), (\w+)=(\d+)[,)]")
 
 
 def _largest_product(
@@ -164,7 +167,9 @@ def _largest_product(
         return _Part("blockwise", {"large_bytes": nbytes}, what, saved)
     whole, blocks = _parts(name, (name for _, name in products))
     what = f"for smaller blocks of {whole}"
-    return _Part("blockwise", {"blocks": 2 * blocks}, what, saved)
+    # What is in blocks may be less than what the pass takes for large by itself.
+    option = {"blocks": 2 * blocks, "large_bytes": nbytes}
+    return _Part("blockwise", option, what, saved)
 
 
 def _large_group(

@@ -273,6 +273,8 @@ def budget_too_small(
         f"A budget of {budget} is too small. {problem}.",
         tuple(advice),
         smallest_bytes=least,
+        planned_bytes=planned,
+        is_compiled=compiled_bytes > 0,
         exact=exact,
         least_bytes=least if exact else int(bound),
         node=node,
@@ -282,7 +284,7 @@ def budget_too_small(
             time.monotonic(),
             bound=least_objective(graph, costs, "energy"),
         ),
-        finer={} if limits else finer(graph, least, peak, alive, budget.memory_bytes),
+        finer={} if limits else finer(graph, planned, peak, alive, budget.memory_bytes),
     )
 
 

@@ -196,7 +196,7 @@ def _arrays(path: str, file: IO[bytes]) -> dict[str, Described]:
         raise _damaged(path, f"its header of {length} bytes is not in its {size} bytes")
     try:
         header = json.loads(file.read(length))
-        keys = json.loads(header.get("__metadata__", {}).get(_KEYS, "{}"))
+        keys = _key_impls(header.get("__metadata__"))
         described = {
             name: _described(name, array, start, size, keys.get(name))
             for name, array in header.items()
@@ -210,6 +210,15 @@ def _arrays(path: str, file: IO[bytes]) -> dict[str, Described]:
     if end != size:
         raise _damaged(path, f"its arrays end at byte {end} of {size}")
     return described
+
+
+def _key_impls(metadata: Any) -> dict[str, str]:
+    """Implementations of PRNG keys, by name; none where metadata is of others."""
+    try:
+        keys = json.loads(metadata[_KEYS])
+    except (TypeError, LookupError, ValueError):
+        return {}
+    return keys if isinstance(keys, dict) else {}
 
 
 def _described(

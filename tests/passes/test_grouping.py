@@ -278,6 +278,15 @@ def test_gradients_of_single_examples_lie_as_the_kernel_does():
     np.testing.assert_allclose(found, gradients(kernel, x), rtol=1e-5)
 
 
+def test_a_product_that_is_transposed_as_part_of_more_stays_as_it_is():
+    def fun(a, b):
+        return jnp.swapaxes(jnp.broadcast_to(a @ b, (2, 8, 4)), 1, 2)
+
+    args = jnp.ones((2, 1, 3)), jnp.ones((2, 3, 4))
+    graph = poet_jax.passes.group(poet_jax.trace(fun, *args))
+    np.testing.assert_array_equal(graph(*args)[0], fun(*args))
+
+
 def test_a_product_that_is_read_both_ways_stays_as_it_is():
     def fun(a, b):
         product = a @ b

@@ -17,7 +17,7 @@ from strategies import DEVICE
 
 import poet_jax
 from poet_jax.core.trace import trace
-from poet_jax.passes import open_shard_maps
+from poet_jax.passes import PASSES, blockwise, open_shard_maps
 
 ONE_PROCESS = True
 if CASE in os.environ:
@@ -100,9 +100,9 @@ def scheduled(budget, **options):
     return poet_jax.schedule(step, budget, donate_argnums=0, **options)
 
 
-def least_bytes(*args):
+def least_bytes(*args, **options):
     with pytest.raises(poet_jax.BudgetTooSmall) as caught:
-        scheduled(1).plan(*args)
+        scheduled(1, **options).plan(*args)
     return caught.value.smallest_bytes
 
 
@@ -141,8 +141,10 @@ def test_a_fully_sharded_step_takes_an_eighth_and_less_than_jit():
     """Each device gathers a matrix where it needs it, and does not keep it."""
     args = fully_sharded()
     jitted = jax.jit(step, donate_argnums=0).lower(*args).compile()
-    least, alone = least_bytes(*args), least_bytes(*jax.tree.map(np.asarray, args))
-    # Alone it may page, too.
+    # Alone it may page, too, and go through blocks, which several devices do not.
+    passes = [x for x in PASSES if x is not blockwise]
+    alone = least_bytes(*jax.tree.map(np.asarray, args), passes=passes)
+    least = least_bytes(*args)
     assert least <= 1.2 * alone / 8 + 2 * args[0][0]["up"][0].nbytes
     assert least < 0.8 * needed_bytes(jitted)
 

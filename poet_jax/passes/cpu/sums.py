@@ -2,8 +2,7 @@
 
 Short sums, as in the gradient of `jnp.repeat`, XLA computes axis by axis from a copy of
 the array. Sums over a batch, as in the gradient of what all examples share, it computes
-element by element of the result. That is slow where an example is larger than a cache,
-and where it has several axes and a factor of its own is fused into the sum.
+element by element of the result, which is slow where an example is large.
 """
 
 import functools
@@ -19,7 +18,6 @@ from poet_jax.core.equation import Equation
 
 MOST_TERMS = 4  # of a short sum
 LARGE = 2**14  # elements of a result
-LARGE_OF_AXES = 2**10  # of one with several axes
 
 
 def is_short_sum(equation: Equation) -> bool:
@@ -37,8 +35,7 @@ def is_sum_of_batch(equation: Equation) -> bool:
     array, axes = _summed(equation)
     if array is None or sorted(axes) != list(range(len(axes))) or not array.size:
         return False
-    kept = array.shape[len(axes) :]
-    return math.prod(kept) > (LARGE if len(kept) == 1 else LARGE_OF_AXES)
+    return math.prod(array.shape[len(axes) :]) > LARGE
 
 
 def _summed(equation: Equation) -> tuple[Any, tuple[int, ...]]:
@@ -64,7 +61,7 @@ def by_additions(params: dict[str, Any], array: jax.Array) -> jax.Array:
 
 def by_product(params: dict[str, Any], array: jax.Array) -> jax.Array:
     """The sum of an array over its first axes, as a product with ones."""
-    shape = array.shape[len(params["axes"]) :]
-    rows = array.reshape(-1, math.prod(shape))
-    ones = jnp.ones(len(rows), array.dtype)
-    return lax.dot(ones, rows, precision=lax.Precision.HIGHEST).reshape(shape)
+    axes = tuple(range(len(params["axes"])))
+    ones = jnp.ones(array.shape[: len(axes)], array.dtype)
+    numbers = (axes, axes), ((), ())
+    return lax.dot_general(ones, array, numbers, precision=lax.Precision.HIGHEST)
