@@ -23,8 +23,8 @@ def in_rounds(
 ) -> Schedule:
     """A schedule that fits, with loops, large values and groups cut finer if need be.
 
-    Graphs get finer as long as their plans get leaner. If none fits, all of them are
-    compiled, from the leanest plan on, as XLA fuses more in coarse ones: the error
+    Graphs get finer as long as their plans get leaner. If none fits, the one of the
+    leanest plan is compiled, and the first one, in which XLA may fuse more: the error
     tells what works.
 
     `attempt(passes, refinable, earlier)` plans a graph, after an earlier one. Names of
@@ -55,9 +55,10 @@ def in_rounds(
         for name, option in more.items():
             options.setdefault(name, {}).update(option)
         finer = with_options(passes, options)
-    for made, error in sorted(failed, key=lambda x: x[1].planned_bytes):
-        if not error.is_compiled:
-            if (found := schedule(made.passes, frozenset())) is not None:
+    leanest, _ = min(failed, key=lambda x: x[1].planned_bytes)
+    for chosen in (leanest.passes, passes):
+        if not any(x.is_compiled for made, x in failed if made.passes is chosen):
+            if (found := schedule(chosen, frozenset())) is not None:
                 return found
     compiled = [x for _, x in failed if x.is_compiled] or [error]
     least = min(compiled, key=lambda x: x.smallest_bytes)

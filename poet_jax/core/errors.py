@@ -28,7 +28,7 @@ class BudgetTooSmall(ValueError):
       planned_bytes: what that plan needs by the simulator.
       is_compiled: whether `smallest_bytes` is of a compiled program.
       finer: options of passes, by their names, that cut loops and large values finer;
-        into fewer parts if the step holds too much throughout.
+        none if the step holds too much throughout.
     """
 
     problem: str

@@ -15,7 +15,6 @@ LEAST_SHARE = 0.02  # of the need; less is not worth a word
 LARGE_SHARE = 0.2  # of the need, of what is worth cutting
 FEW = 8  # equations of a node, which a plan does without cutting
 MOST_PARTS = {"max_pieces": 256, "blocks": 128}  # with more, plans take minutes
-HOPELESS_PARTS = {name: n // 8 for name, n in MOST_PARTS.items()}  # or seconds
 
 
 def remedies(
@@ -91,21 +90,18 @@ def finer(
     alive: Sequence[int],
     budget_bytes: float,
 ) -> dict[str, dict[str, int]]:
-    """Options of passes that might bring the need to the budget. Where the step holds
-    more than that throughout, fewer parts do: an error names a budget soon that is not
-    far from the least. `node` and `alive` are as for `remedies`."""
+    """Options of passes that might bring the need to the budget; none if what the step
+    holds throughout is more. `node` and `alive` are as for `remedies`."""
     if need_bytes < LEAST_BYTES:
         return {}
-    held_bytes = max(
-        sum(graph.values[v].nbytes for v in values)
-        for values in (graph.initial, graph.returned)
-    )
-    most = MOST_PARTS if held_bytes < budget_bytes else HOPELESS_PARTS
+    for values in (graph.initial, graph.returned):
+        if sum(graph.values[v].nbytes for v in values) >= budget_bytes:
+            return {}
     return {
         part.of: part.option
         for part in _largest(graph, need_bytes, node, alive)
         if part.of and part.saved_bytes > LEAST_SHARE * need_bytes
-        if all(n <= most.get(x, math.inf) for x, n in part.option.items())
+        if all(n <= MOST_PARTS.get(x, math.inf) for x, n in part.option.items())
     }
 
 

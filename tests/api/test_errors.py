@@ -141,16 +141,13 @@ def test_blocks_of_a_large_value_are_advised_and_need_less():
     passes = [finer if p is blockwise else p for p in PASSES]
     better = too_small(jax.grad(loss), w, x, passes=passes)
     assert better.smallest_bytes < 0.5 * error.smallest_bytes
-    # By themselves, too, for a budget below what the step holds throughout.
-    alone = too_small(jax.grad(loss), w, x)
-    assert alone.planned_bytes <= better.planned_bytes
 
 
 def test_blocks_that_were_tried_are_not_advised():
     """Of what is sorted as a whole, so that they save nothing."""
     w, x = jnp.ones((16, 512)), jnp.ones((512, 16))
     small = functools.partial(blockwise, large_bytes=1024)
-    for tried in ((), (blockwise,), (small,)):
+    for tried in ((), (small,)):
         passes = (*tried, *(p for p in PASSES[2:] if p is not blockwise))
         error = too_small(lambda w, x: jnp.sort(x @ w, None), w, x, passes=passes)
         assert ("passes.blockwise" in str(error)) == (not tried)
