@@ -19,9 +19,9 @@ from poet_jax.passes.rewriter import require_single_equations, with_all_before
 from poet_jax.passes.rows import COMBINE, Way, of_block, product, pulled, pushed
 from poet_jax.passes.splicing import Cutter
 
-# Unless told what is large, the pass leaves smaller values alone, and those that are
-# one of many, which the planner keeps or rematerialises. It also leaves a graph alone
-# that needs nearly as much in blocks, or has too many nodes for a planner then.
+# By default, the pass leaves smaller values alone, and values that are one of many: the
+# planner keeps or rematerialises these. It leaves a graph alone if blocks save little,
+# or make too many nodes for a planner.
 LARGE_BYTES = 64 * 2**20
 LEAST_SHARE = 1 / 8
 LEAST_SAVED = 1 / 3
@@ -136,7 +136,7 @@ class _Blocks(Cutter):
             self.emit(node)
 
     def likely(self, node: Node) -> Way | None:
-        """The way of a reader of what is postponed, if that has rows as products do."""
+        """How a reader of postponed values with the products' rows goes by blocks."""
         rows = {
             v
             for v in node.reads
@@ -191,7 +191,7 @@ class _Blocks(Cutter):
         return self.slices[key]
 
     def fill(self, value: Any, axis: int) -> None:
-        """Make what is postponed in blocks along an axis, after what it is made of."""
+        """Make a postponed value in blocks along an axis, after its operands."""
         stack = [(value, axis)]
         while stack:
             value, axis = stack[-1]

@@ -12,8 +12,9 @@ ones form one node per connected component. Seven rules keep the groups useful:
 - A slice that the backward pass takes of what the forward pass made stays there, as
   the slice would be saved beside the whole otherwise.
 - In a sum of expensive results, as of the gradients of several batches, each addition
-  after the first is a node, as all of them would have to be there at once otherwise. So
-  is each of the sums over much more, as of gradients of what all parts of a batch read.
+  after the first is a node, as all of them would have to be there at once otherwise.
+  Small results of large reductions are added in the same way, such as the gradients of
+  a parameter that several parts of a batch read.
 - A product that is only read transposed, as the gradient of a kernel is, is taken the
   other way around: an update that read it across its rows would take several times as
   long.
@@ -36,7 +37,7 @@ from poet_jax.core.rebuilding import with_nodes
 from poet_jax.passes.operations import HEAVY
 
 TINY_BYTES = 4096
-SMALL = 16  # a reduction reads so many times what it writes
+SMALL = 16  # A sum is small if it reads so many times what it writes.
 # What a group may hold inside, in terms of what its largest equation reads and writes:
 # those of common layers and optimizers, forward and backward, hold 2.3 at most.
 MOST_HELD = 2.5
@@ -130,8 +131,8 @@ class _Coarsener:
         return self.heavy[number] or self.is_small(number)
 
     def is_small(self, number: int) -> bool:
-        """Whether it sums up much more than it writes, as a gradient of what is read
-        with every row is: a group has room for that beside the next one."""
+        """Whether it is a sum that reads `SMALL` times what it writes, such as the
+        gradient of a bias."""
         node = self.graph.nodes[number]
         name = node.equations[0].primitive.name
         if name not in ("reduce_sum", "reshape") or len(node.reads) != 1:

@@ -144,7 +144,7 @@ def test_blocks_of_a_large_value_are_advised_and_need_less():
 
 
 def test_blocks_that_were_tried_are_not_advised():
-    """Of what is sorted as a whole, so that they save nothing."""
+    """Sorting needs the whole product, so blocks save nothing."""
     w, x = jnp.ones((16, 512)), jnp.ones((512, 16))
     small = functools.partial(blockwise, large_bytes=1024)
     for tried in ((), (small,)):
@@ -196,7 +196,7 @@ def test_what_an_error_names_works_though_the_planner_is_worse_at_other_budgets(
 
 @pytest.mark.parametrize("executor", [None, STAGES], ids=["whole", "in stages"])
 def test_a_bound_on_plans_is_named_where_no_less_is(executor):
-    """Compiled as a whole, two equations need no room for what is between them."""
+    """As a whole, XLA fuses the two equations and needs no room between them."""
 
     def planner(graph, costs, budget):
         try:

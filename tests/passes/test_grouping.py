@@ -144,7 +144,7 @@ def test_a_long_chain_of_light_equations_and_its_gradient_fit_half_the_memory():
 
 
 def test_a_group_that_takes_most_is_cut_where_a_step_does_not_fit():
-    """Forces between all pairs of bodies, of which no group holds many."""
+    """Forces between all pairs of bodies are one group of light equations."""
 
     def loss(x, v):
         for _ in range(6):

@@ -141,7 +141,7 @@ def test_a_fully_sharded_step_takes_an_eighth_and_less_than_jit():
     """Each device gathers a matrix where it needs it, and does not keep it."""
     args = fully_sharded()
     jitted = jax.jit(step, donate_argnums=0).lower(*args).compile()
-    # Alone it may page, too, and go through blocks, which several devices do not.
+    # One device may also page. Blocks are left out: several devices have none.
     passes = [x for x in PASSES if x is not blockwise]
     alone = least_bytes(*jax.tree.map(np.asarray, args), passes=passes)
     least = least_bytes(*args)
