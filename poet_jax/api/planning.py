@@ -21,10 +21,11 @@ from poet_jax.core.plan import (
     is_percentage,
     parse_budget,
 )
+from poet_jax.core.units import format_bytes
 from poet_jax.emit import compile_within, keep_all_bytes
 from poet_jax.emit.executor import Step
-from poet_jax.passes import Pass
-from poet_jax.planners.advice import is_taken
+from poet_jax.passes import Pass, refinable_of
+from poet_jax.planners.advice import LEAST_BYTES, held_bytes, is_taken, pass_of
 from poet_jax.planners.planner import (
     Judged,
     bounded,
@@ -135,7 +136,10 @@ class Compilation:
 
     def told(self, error: BudgetTooSmall, tried: Iterable[Pass]) -> BudgetTooSmall:
         """`error` with the smallest percentage, with the need of `jax.jit`'s own
-        program if that is less, and without what passes that were `tried` do."""
+        program if that is less, and without what passes that were `tried` do.
+
+        What the step holds throughout is named if it is more than the budget and passes
+        would cut the graph finer in more."""
         least, whose, whole_bytes = error.smallest_bytes, "", 0
         if least <= self.limits.memory_bytes:
             return error  # something else than memory does not fit
@@ -147,13 +151,20 @@ class Compilation:
         if is_percentage(self.budget):
             share = math.ceil(100 * least / self.most_bytes)
             wanted = f'a budget of at least "{share}%" ({least} bytes{whose})'
-        others = (x for x in error.remedies[1:] if not is_taken(x, tried))
+        tried = tuple(tried)
+        others = [x for x in error.remedies[1:] if not is_taken(x, tried)]
         remedies = (wanted, *others)
-        if least == error.smallest_bytes and remedies == error.remedies:
-            return error
         problem = error.problem
         if least < error.least_bytes:  # which is of stages
             problem = problem.replace(bounded(error.least_bytes), "")
+        held = held_bytes(self.graph)
+        if self.limits.memory_bytes <= held and error.planned_bytes >= LEAST_BYTES:
+            if not {pass_of(x) for x in others}.isdisjoint(refinable_of(tried)):
+                problem = (
+                    f"{problem.removesuffix('.')}; arguments or results alone take "
+                    f"{held} bytes ({format_bytes(held)}), and in a budget above that "
+                    "large nodes are cut finer, which may need less."
+                )
         return error.but(
             problem=problem,
             remedies=remedies,

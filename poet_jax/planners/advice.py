@@ -36,6 +36,12 @@ def remedies(
     ]
 
 
+def pass_of(remedy: str) -> str | None:
+    """Name of the pass that a remedy gives an option."""
+    found = _OPTION.search(remedy)
+    return found and found.group(1)
+
+
 def is_taken(remedy: str, passes: Iterable[Any]) -> bool:
     """Whether one of `passes` has the option that a remedy names, or cuts finer."""
     if (found := _OPTION.search(remedy)) is None:
@@ -83,6 +89,12 @@ def _movable(graph: Graph) -> int:
     return sum(state) - max(state, default=0)
 
 
+def held_bytes(graph: Graph) -> int:
+    """Of the arguments or of the results, whichever are more: no plan needs less."""
+    held = (graph.initial, graph.returned)
+    return max(sum(graph.values[v].nbytes for v in values) for values in held)
+
+
 def finer(
     graph: Graph,
     need_bytes: int,
@@ -92,11 +104,8 @@ def finer(
 ) -> dict[str, dict[str, int]]:
     """Options of passes that might bring the need to the budget; none if what the step
     holds throughout is more. `node` and `alive` are as for `remedies`."""
-    if need_bytes < LEAST_BYTES:
+    if need_bytes < LEAST_BYTES or held_bytes(graph) >= budget_bytes:
         return {}
-    for values in (graph.initial, graph.returned):
-        if sum(graph.values[v].nbytes for v in values) >= budget_bytes:
-            return {}
     return {
         part.of: part.option
         for part in _largest(graph, need_bytes, node, alive)

@@ -143,6 +143,20 @@ def test_blocks_of_a_large_value_are_advised_and_need_less():
     assert better.smallest_bytes < 0.5 * error.smallest_bytes
 
 
+def test_what_a_step_holds_throughout_is_named_where_less_might_do_in_more():
+    def loss(w, x):
+        return (jnp.tanh(jnp.tanh(x @ w) @ w) ** 2).sum()
+
+    w, x = jnp.eye(64), jnp.ones((4096, 64))
+    gradient, held = jax.grad(loss), w.nbytes + x.nbytes
+    error = too_small(gradient, w, x, budget=held)
+    assert f"alone take {held} bytes" in str(error)
+    between = error.smallest_bytes // 2
+    assert held < schedule(gradient, between).plan(w, x).compiled_bytes <= between
+    whole = tuple(p for p in PASSES if p is not blockwise)
+    assert "alone" not in str(too_small(gradient, w, x, budget=held, passes=whole))
+
+
 def test_blocks_that_were_tried_are_not_advised():
     """Sorting needs the whole product, so blocks save nothing."""
     w, x = jnp.ones((16, 512)), jnp.ones((512, 16))
