@@ -181,12 +181,14 @@ class Step:
                 "was donated to an earlier call is gone, even if that call failed. Use "
                 "what that call returned, or a copy."
             ) from error
-        telling = results if self._signal is None else self._signal(results)
-        if not isinstance(telling, Tracer):  # which another function's trace makes
-            running.append(Call(self._weakly, telling))
         if self._signal is None:
+            running.append(Call(self._weakly, lambda: jax.block_until_ready(results)))
             wait()
             jax.block_until_ready(results)  # raises what the step has failed of
+            return results
+        telling = self._signal(results)
+        if not isinstance(telling, Tracer):  # which another function's trace makes
+            running.append(Call(self._weakly, telling.block_until_ready))
         return results
 
     @property
@@ -204,10 +206,10 @@ SIGNAL_BYTES = 1024  # results of more are not kept to see when a step is done
 
 @dataclasses.dataclass(eq=False)
 class Call:
-    """A call of a step, and results that are there when it has ended."""
+    """A call of a step, and what blocks until it has ended."""
 
     step: weakref.ref[Step]
-    telling: Any
+    block: Callable[[], Any]
 
 
 running: list[Call] = []  # that may not have ended
@@ -259,7 +261,7 @@ def wait() -> None:
         try:
             call = running[0]
             try:
-                jax.block_until_ready(call.telling)
+                call.block()
                 if (step := call.step()) is not None:
                     step.done()
             except (RuntimeError, ValueError):
