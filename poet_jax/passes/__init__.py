@@ -19,6 +19,7 @@ from poet_jax.passes.sparse.slices import push_slices
 from poet_jax.passes.streaming import stream_state
 from poet_jax.passes.subexpressions import cse
 from poet_jax.passes.views import views_at_use
+from poet_jax.passes.weighting import weighted_sums
 
 Pass = Callable[[Graph], Graph]
 PASSES: tuple[Pass, ...] = (
@@ -28,6 +29,7 @@ PASSES: tuple[Pass, ...] = (
     push_slices,
     reassociate,
     fold_scales,
+    weighted_sums,
     open_shard_maps,
     group,
     expand_at_use,
@@ -87,7 +89,7 @@ def for_board(passes: Iterable[Pass]) -> list[Pass]:
     for change in passes:
         if change is stream_state:
             chosen += [views_at_use, _in_small_blocks]
-        elif change not in (unroll, cpu_kernels):
+        elif change not in (unroll, weighted_sums, cpu_kernels):
             chosen.append(change)
     return chosen
 
@@ -115,6 +117,7 @@ __all__ = [
     "stream_state",
     "unroll",
     "views_at_use",
+    "weighted_sums",
     "refinable_of",
     "with_options",
     "blockwise",

@@ -84,3 +84,62 @@ def test_a_sum_over_a_batch_is_fused_with_what_makes_its_operand():
     array = jnp.ones((6, 2**15))
     graph = poet_jax.passes.group(poet_jax.trace(fun, array))
     assert not poet_jax.passes.cpu_kernels(graph).is_lowered
+
+
+@examples(40)
+@given(data=st.data())
+def test_weighted_sums_are_the_sums_of_xla(data):
+    """Weights of some of the first axes, before or after the array, repeated by hand or
+    as `lax.mul` does it."""
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    count = data.draw(st.integers(1, len(shape)))
+    kept = data.draw(st.sets(st.integers(0, len(shape) - 1)))
+    is_explicit, is_left = data.draw(st.booleans()), data.draw(st.booleans())
+    dtype = data.draw(st.sampled_from([np.float32, np.float16, np.int32]))
+    rng = np.random.default_rng(0)
+    array = jnp.asarray(8 * rng.normal(size=shape), dtype)
+    sizes = [n if axis in kept else 1 for axis, n in enumerate(shape)]
+    weights = jnp.asarray(8 * rng.normal(size=sizes), dtype)
+
+    def fun(array, weights):
+        if is_explicit:
+            weights = jax.lax.broadcast_in_dim(weights, shape, range(len(shape)))
+        factors = (weights, array) if is_left else (array, weights)
+        return jax.lax.reduce_sum(jax.lax.mul(*factors), range(count))
+
+    traced = poet_jax.trace(fun, array, weights)
+    graph = poet_jax.passes.weighted_sums(traced)
+    has_others = any(n > 1 for n in sizes[count:])
+    is_product = count < len(shape) and not has_others and dtype is np.float32
+    assert (graph is not traced) == is_product
+    with jax.default_matmul_precision("bfloat16"):
+        (found,) = jax.jit(graph.__call__)(array, weights)
+    expected = np.asarray(fun(array, weights))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_weighted_sum_is_fused_with_what_makes_its_array():
+    def fun(array, weights):
+        return (jnp.tanh(array) * weights[:, None]).sum(0)
+
+    traced = poet_jax.trace(fun, jnp.ones((6, 8)), jnp.ones(6))
+    assert poet_jax.passes.weighted_sums(traced) is traced
+
+
+def test_gradients_clipped_by_example_are_summed_by_products():
+    def fun(weights, x):
+        loss = lambda weights, x: (jnp.tanh(x @ weights) ** 2).sum()  # noqa: E731
+        each = jax.vmap(jax.grad(loss), (None, 0))(weights, x)
+        norms = jnp.sqrt((each**2).sum((1, 2)))
+        return (each * jnp.minimum(1, 1 / norms)[:, None, None]).mean(0)
+
+    weights, x = jax.random.normal(jax.random.key(0), (2, 8, 8))
+    graph = poet_jax.passes.weighted_sums(poet_jax.trace(fun, weights, x))
+    (found,) = jax.jit(graph.__call__)(weights, x)
+    np.testing.assert_allclose(found, fun(weights, x), rtol=1e-4, atol=1e-6)
+    assert all(
+        equation.primitive.name != "reduce_sum" or len(equation.params["axes"]) > 1
+        for node in graph.nodes
+        for equation in node.equations
+        if equation.result_shapes[0].shape == weights.shape
+    )
