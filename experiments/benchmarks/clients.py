@@ -11,7 +11,7 @@ as it is measured; --only_missing measures only rows that the file lacks. All of
 takes four minutes on two cores.
 
 Columns are those of `experiments.benchmarks.measuring.measure_step`. Expect seconds to
-be 5 to 15 us more than those of `jax.jit`, as each call first sees to it that no other
+be up to 10 us more than those of `jax.jit`, as each call first sees to it that no other
 step runs. That is a ratio of 0.92 to 1.07. Expect first_seconds as those of `jax.jit`,
 and below 100 % two seconds more. A share that is too small has no ratio.
 """
