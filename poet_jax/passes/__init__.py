@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from poet_jax.core.graph import Graph
 from poet_jax.passes.blocks import blockwise
+from poet_jax.passes.conds import open_conds
 from poet_jax.passes.cpu.rules import cpu_kernels
 from poet_jax.passes.expanding import expand_at_use
 from poet_jax.passes.grouping import group
@@ -24,6 +25,7 @@ from poet_jax.passes.weighting import weighted_sums
 Pass = Callable[[Graph], Graph]
 PASSES: tuple[Pass, ...] = (
     unroll,
+    open_conds,
     cse,
     blockwise,
     push_slices,
@@ -105,6 +107,7 @@ __all__ = [
     "Rewriter",
     "reassociate",
     "group",
+    "open_conds",
     "open_shard_maps",
     "cpu_kernels",
     "cse",
