@@ -18,9 +18,9 @@ import numpy as np
 from jax import lax
 
 from poet_jax.core.equation import Literal
-from poet_jax.core.graph import Graph, Node
+from poet_jax.core.graph import Graph, Node, Value
 from poet_jax.core.rebuilding import without_dead_code
-from poet_jax.core.trace import trace_body
+from poet_jax.core.trace import trace_body, trace_part
 from poet_jax.passes.grouping import TINY_BYTES
 from poet_jax.passes.operations import ELEMENTWISE, is_light
 from poet_jax.passes.splicing import Splicer
@@ -34,7 +34,8 @@ def open_conds(graph: Graph) -> Graph:
 
     Where the branch is known when the function is traced, its equations become nodes.
     Elsewhere results that have no work in common get a `cond` each; tiny values are
-    computed for each of them. A `cond` with an effect stays as it is.
+    computed for each of them, and the norm of all gradients in a `cond` before these.
+    A `cond` with an effect stays as it is.
     """
     given = {*graph.arguments, *graph.constants} - graph.donated
     return _opened(graph, {*given, *graph.outputs})
@@ -75,16 +76,28 @@ class _Opener(Splicer):
             return
         parts = _parts(branches)
         if len(parts) < 2:
+            first, rest = _before_and_after(branches)
+            parts = _parts(rest)
+            if len(parts) > 1:
+                branches = rest
+                operands += self.switched(node, first, index, operands)
+        if len(parts) < 2:
             self.emit(node)
             return
         for part in parts:
-            bodies = [_of(body, part) for body in branches]
-            used = sorted(set().union(*map(_used, bodies)))
-            given = [index, *(operands[position] for position in used)]
-            switch = functools.partial(_switch, bodies, used)
-            results = self.add(node.name, node.backward, switch, given)
+            bodies = [_of(body, [body.outputs[n] for n in part]) for body in branches]
+            results = self.switched(node, bodies, index, operands)
             written = (equation.results[number] for number in part)
             self.give(node, zip(written, results, strict=True))
+
+    def switched(
+        self, node: Node, bodies: Sequence[Graph], index: Any, operands: Sequence[Any]
+    ) -> list[Any]:
+        """Results of a `cond` of other branches in place of a node."""
+        used = sorted(set().union(*map(_used, bodies)))
+        given = [index, *(operands[position] for position in used)]
+        switch = functools.partial(_switch, bodies, used)
+        return self.add(node.name, node.backward, switch, given)
 
     def give(self, node: Node, results: Iterable[tuple[Any, Any]]) -> None:
         """Let results of a `cond` be what they are now: each output of the function is
@@ -142,10 +155,74 @@ def _switch(
     return lax.switch(index, [functools.partial(branch, x) for x in bodies], *given)
 
 
-def _of(body: Graph, part: Sequence[int]) -> Graph:
-    """A branch that computes a part of the results."""
-    outputs = tuple(body.outputs[number] for number in part)
-    return without_dead_code(dataclasses.replace(body, outputs=outputs))
+def _of(body: Graph, outputs: Iterable[int]) -> Graph:
+    """A branch that computes some of its values."""
+    return without_dead_code(dataclasses.replace(body, outputs=tuple(outputs)))
+
+
+def _before_and_after(branches: Sequence[Graph]) -> tuple[list[Graph], list[Graph]]:
+    """Branches for the tiny values that several results need of large ones, as of the
+    norm of all gradients; and branches for the results, which have them as operands.
+
+    Light work that both need is computed in both.
+    """
+    tiny = [_tiny_of_large(body) for body in branches]
+    kinds = [
+        body.values[v] for body, own in zip(branches, tiny, strict=True) for v in own
+    ]
+    before, after, done = [], [], 0
+    for body, own in zip(branches, tiny, strict=True):
+        start = len(body.values)
+        # In the place of values of other branches stands what nobody reads.
+        operands = list(range(start, start + len(kinds)))
+        operands[done : done + len(own)] = own
+        after.append(
+            dataclasses.replace(
+                body,
+                values=(*body.values, *kinds),
+                nodes=tuple(x for x in body.nodes if not set(own) & set(x.writes)),
+                arguments=(*body.arguments, *operands),
+            )
+        )
+        part = functools.partial(_filled, _of(body, own), kinds, done)
+        before.append(trace_part(part, *(body.values[v].aval for v in body.arguments)))
+        done += len(own)
+    return before, after
+
+
+def _filled(
+    body: Graph, kinds: Sequence[Value], place: int, *operands: Any
+) -> list[Any]:
+    """Arrays of some kinds: from a place on those of a branch, zeros elsewhere."""
+    results = [jnp.zeros(x.shape, x.dtype) for x in kinds]
+    results[place : place + len(body.outputs)] = body(*operands)
+    return results
+
+
+def _tiny_of_large(body: Graph) -> list[int]:
+    """Tiny values that several results need, each of something large; none if these
+    results need more than light work of what makes them."""
+    found = [
+        v
+        for node, results in _with_results(body)
+        for v in node.writes
+        if results.bit_count() > 1 and not _is_tiny(body, node)
+        if len(node.writes) == 1 and body.values[v].nbytes <= TINY_BYTES
+        if not jnp.issubdtype(body.values[v].dtype, jax.dtypes.extended)
+    ]
+    before = _needed(body, found, ())
+    shared = before & _needed(body, body.outputs, found)
+    return found if all(is_light(body.nodes[n]) for n in shared) else []
+
+
+def _needed(body: Graph, values: Iterable[int], known: Iterable[int]) -> set[int]:
+    """Numbers of the nodes that make some values of a branch, if others are known."""
+    needed, numbers, known = set(values), set(), set(known)
+    for number, node in reversed([*enumerate(body.nodes)]):
+        if not needed.isdisjoint(set(node.writes) - known):
+            numbers.add(number)
+            needed.update(node.reads)
+    return numbers
 
 
 def _used(body: Graph) -> Iterator[int]:
@@ -187,15 +264,21 @@ def _parts(branches: Sequence[Graph]) -> list[list[int]]:
 
 def _tied(body: Graph) -> Iterator[int]:
     """Results that share work which is not to be done twice, as bits of a number."""
-    readers: Counter[int] = Counter()  # of each value, the results that need it
+    for node, results in _with_results(body):
+        if results and not _is_tiny(body, node):
+            yield results
+
+
+def _with_results(body: Graph) -> Iterator[tuple[Node, int]]:
+    """The nodes, last first, and which results need them, as bits of a number."""
+    needed: Counter[int] = Counter()
     for number, v in enumerate(body.outputs):
-        readers[v] |= 1 << number
+        needed[v] |= 1 << number
     for node in reversed(body.nodes):
-        outputs = functools.reduce(operator.or_, (readers[v] for v in node.writes))
-        if outputs and not _is_tiny(body, node):
-            yield outputs
+        results = functools.reduce(operator.or_, (needed[v] for v in node.writes))
+        yield node, results
         for v in node.reads:
-            readers[v] |= outputs
+            needed[v] |= results
 
 
 def _is_tiny(body: Graph, node: Node) -> bool:

@@ -16,9 +16,10 @@ import poet_jax
 from poet_jax.passes import open_conds
 
 LARGE, SMALL = (128, 160), (3,)
+CLIP = optax.clip_by_global_norm(1.0)
 
 
-def ways(arrays, scalar):
+def ways(arrays, scalar, total):
     """Results of one array or several, of none, and given arrays as they are."""
     first, second = arrays
     return [
@@ -30,6 +31,8 @@ def ways(arrays, scalar):
         lambda: jnp.zeros_like(first),
         lambda: lax.cond(scalar > 0.1, lambda: second, lambda: -first),
         lambda: lax.cond(True, lambda: first, lambda: second),
+        lambda: first * jnp.minimum(total, scalar),
+        lambda: jnp.full_like(first, total),
     ]
 
 
@@ -38,7 +41,7 @@ def ways(arrays, scalar):
 def test_parts_of_a_cond_compute_what_the_whole_does(data):
     """Of arrays that are donated or not, returned several times, and read later."""
     shapes = data.draw(st.lists(st.sampled_from([LARGE, SMALL]), min_size=1))
-    kinds = st.lists(st.integers(0, 7), min_size=len(shapes), max_size=len(shapes))
+    kinds = st.lists(st.integers(0, 9), min_size=len(shapes), max_size=len(shapes))
     branches = data.draw(st.lists(kinds, min_size=1, max_size=3))
     is_known, index = data.draw(st.booleans()), data.draw(st.integers(-1, 3))
     rng = np.random.default_rng(0)
@@ -46,8 +49,9 @@ def test_parts_of_a_cond_compute_what_the_whole_does(data):
 
     def fun(pairs, index, scalar):
         def branch(kinds, pairs, scalar):
+            total = sum(jnp.square(first).sum() for first, _ in pairs)
             return [
-                ways(arrays, scalar)[kind]()
+                ways(arrays, scalar, total)[kind]()
                 for kind, arrays in zip(kinds, pairs, strict=True)
             ]
 
@@ -85,8 +89,9 @@ def layers(ws, x):
         (lambda opt: optax.MultiSteps(opt, 4), False),
         (lambda opt: optax.MultiSteps(opt, 4, optax.skip_not_finite), True),
         (lambda opt: optax.apply_if_finite(opt, 5), True),
+        (lambda opt: optax.apply_if_finite(optax.chain(CLIP, opt), 5), True),
     ],
-    ids=["MultiSteps", "MultiSteps-skip", "apply_if_finite"],
+    ids=["MultiSteps", "MultiSteps-skip", "apply_if_finite", "clipped"],
 )
 def test_an_optimizer_that_may_skip_a_step_needs_no_memory_for_all_updates(
     wrapped, waits
