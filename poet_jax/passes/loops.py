@@ -151,7 +151,8 @@ class _Loop:
                 list(operands[second:]),
                 length=rows,
                 reverse=params["reverse"],
-                unroll=params["unroll"],
+                # As many copies of the body in all pieces as in the whole.
+                unroll=max(1, params["unroll"] * rows // self.length),
             )
             return [*final, *stacked]
 

@@ -381,3 +381,20 @@ def test_a_schedule_with_pieces_is_drawn_saved_and_explained(tmp_path):
     texts = {reason.name: reason.text for reason in schedule.reasons()}
     assert "its pieces" in texts["arg0/0"]
     assert any("a piece of an argument" in text for text in texts.values())
+
+
+@pytest.mark.parametrize("copies", [1, 8, 16, 32])
+def test_pieces_have_no_more_copies_of_the_body_than_the_loop(copies):
+    def loss(x, rows):
+        body = lambda x, y: (jnp.tanh(x @ y), None)  # noqa: E731
+        return lax.scan(body, x, rows, unroll=copies)[0].sum()
+
+    gradient = jax.grad(loss, argnums=1)
+    traced = poet_jax.trace(gradient, jnp.ones((64, 32)), jnp.ones((32, 32, 32)))
+    cut = unroll(traced, max_equations=0, max_pieces=8)
+    counts = {}
+    for graph in (traced, cut):
+        scans = [e for node in graph.nodes if is_scan(node) for e in node.equations]
+        counts[graph] = [e.params["unroll"] for e in scans]
+    assert len(counts[cut]) == 8 * len(counts[traced])
+    assert sum(counts[cut]) == max(sum(counts[traced]), len(counts[cut]))
