@@ -158,6 +158,9 @@ class _Fitting:
             if stage_bytes is None:
                 stage_bytes = self.stage_bytes(plan, allowed, share)
             yield plan, allowed, stage_bytes
+            stage_bytes = self.narrower(stage_bytes)
+            if stage_bytes > self.peak_bytes(plan):
+                continue  # the stages need too much, and not the plan
             room_bytes = max(0, allowed - self.held_bytes)
             less = max(room_bytes - self.excess_bytes / SAVED, room_bytes / 2)
             allowed, stage_bytes = max(1, self.held_bytes + int(less)), None
@@ -167,6 +170,12 @@ class _Fitting:
         """What a stage may fill: of a plan's room, a share."""
         most_bytes = min(allowed, SPREAD * self.peak_bytes(plan))
         return self.held_bytes + int(share * max(0, most_bytes - self.held_bytes))
+
+    def narrower(self, stage_bytes: int) -> int:
+        """What a stage may fill if those that were compiled last need too much."""
+        over = self.excess_bytes / max(1, self.compiled_bytes - self.held_bytes)
+        share = max(0.0, 1 - over) * (1 - MARGIN)
+        return self.held_bytes + int(share * (stage_bytes - self.held_bytes))
 
     def lean_attempts(self) -> Iterator[tuple[Plan, int, int]]:
         """As `attempts`, of plans in little more than the least memory, or in that."""

@@ -86,7 +86,8 @@ def remarks(
     lines.append(plan.status.value)
     if loops := closed_loops(program.graph, int(LEAST_SHARE * baseline.peak_bytes)):
         lines.append(f"loops of one node each: {', '.join(loops)}")
-    if planned.budget.memory_bytes >= baseline.peak_bytes:
+    is_all_kept = not (counts["remat"] or counts["page"] or program.recomputed)
+    if planned.budget.memory_bytes >= baseline.peak_bytes and is_all_kept:
         lines.append("The budget covers keep-all: nothing is repeated or paged.")
     is_whole = plan.planner == "keep_all" and plan.status is Status.OPTIMAL
     if is_whole and _is_over(planned):

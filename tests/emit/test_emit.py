@@ -1,5 +1,7 @@
 """A program emitted as one function computes what its graph does, in its order."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +16,7 @@ from toy import W, X, gradient, loss, schedule
 import poet_jax
 from poet_jax.core.plan import Compute, PageIn, PageOut
 from poet_jax.core.program import Run, lower_actions, walk
-from poet_jax.emit import cut, emit
+from poet_jax.emit import compile_within, cut, emit
 from poet_jax.planners.planner import keep_everything
 
 
@@ -244,3 +246,28 @@ def test_the_leanest_plan_runs_if_the_planner_does_not_find_it_again():
     scheduled = schedule(gradient, caught.value.smallest_bytes, planner=forgetful)
     assert scheduled.plan(w, x).compiled_bytes <= caught.value.smallest_bytes
     np.testing.assert_allclose(scheduled(w, x), gradient(w, x), rtol=1e-4, atol=1e-8)
+
+
+def test_stages_that_need_too_much_are_narrowed_before_the_plan_is_made_leaner():
+    """By a compiler that takes 1.4 of the budget for fewer than four stages."""
+
+    def fun(x):
+        for _ in range(16):
+            x = jnp.tanh(x @ x)
+        return x
+
+    graph = poet_jax.passes.group(poet_jax.trace(jax.grad(lambda x: fun(x).sum()), W))
+    costs = poet_jax.price(graph, DEVICE)
+    budget = 2 * keep_everything(graph, costs).usage.peak_bytes
+
+    def build(program):
+        stages = sum(isinstance(x, Run) for x in program.instructions)
+        return types.SimpleNamespace(nbytes=7 * budget // 5 if stages < 4 else budget)
+
+    scratch = [0] * len(graph.nodes)
+    within = poet_jax.Budget(budget)
+    fitted = compile_within(
+        graph, costs, poet_jax.greedy, within, build, scratch, None, set()
+    )
+    assert fitted.compilations > 1
+    assert fitted.plan.actions == tuple(map(Compute, range(len(graph.nodes))))
