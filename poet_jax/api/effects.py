@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from poet_jax.core.device import DeviceProfile
 from poet_jax.core.graph import Graph
+from poet_jax.core.representation import brief
 from poet_jax.core.units import (
     format_bytes,
     format_count,
@@ -35,7 +36,7 @@ class Effect:
     joules: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Effects:
     """Effects of passes in turn, printed as a table; made by `effects`.
 
@@ -51,6 +52,8 @@ class Effects:
     device: str
     calibrated: bool
     remark: str
+
+    __repr__ = brief
 
     def __str__(self) -> str:
         shown = (str, str, format_bytes, format_bytes, format_seconds, format_joules)
