@@ -36,7 +36,7 @@ class Effect:
     joules: float
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class Effects:
     """Effects of passes in turn, printed as a table; made by `effects`.
 
