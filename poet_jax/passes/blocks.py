@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax.core.equation import Equation, Literal
+from poet_jax.core.equation import Literal
 from poet_jax.core.graph import Graph, Node
 from poet_jax.core.stack import Cut
 from poet_jax.passes.rewriter import require_single_equations, with_all_before
-from poet_jax.passes.rows import COMBINE, Way, of_block, product, pulled, pushed
+from poet_jax.passes.rows import COMBINE, Way, of_block, pulled, pushed
 from poet_jax.passes.splicing import Cutter
 
 # By default, the pass leaves smaller values alone, and values that are one of many: the
@@ -125,7 +125,7 @@ class _Blocks(Cutter):
             if any(a is not None for a in axes):
                 way = pushed(equation, axes)
             elif node.writes[0] in self.seeds:
-                way = self.seeded(equation)
+                way = pulled(equation, self.axis)
         if way is not None:
             self.cut(node, way)
         elif node.repeatable and self.is_filled(node):
@@ -148,15 +148,6 @@ class _Blocks(Cutter):
         (equation,) = node.equations
         axes = [self.axis if x in rows else None for x in equation.operands]
         return pushed(equation, axes)
-
-    def seeded(self, equation: Equation) -> Way | None:
-        """The way that gives a product in blocks of `axis`."""
-        for first, shape in enumerate(equation.operand_shapes):
-            for axis in range(len(shape.shape)):
-                way = product(equation, first, axis)
-                if way.result == self.axis:
-                    return way
-        return None
 
     def is_filled(self, node: Node) -> bool:
         """Whether it makes a large value of small ones, or of one that is made so."""

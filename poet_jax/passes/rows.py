@@ -72,6 +72,11 @@ def pulled(equation: Equation, axis: int) -> Way | None:
         )
     if name in ("scatter-add", "scatter_add"):
         return _by_rows(equation, 0, axis)
+    if name == "dot_general":
+        ways = (
+            product(equation, n, a) for n, x in enumerate(shapes) for a in range(len(x))
+        )
+        return next((way for way in ways if way.result == axis), None)
     return None
 
 

@@ -202,6 +202,21 @@ def test_a_step_needs_a_fifth_of_what_jit_needs(name):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)
 
 
+def test_products_of_small_operands_are_made_in_blocks():
+    """A dense Hessian has outer products, which are large, of cuts and of a tangent."""
+
+    def loss(w, x):
+        return jnp.mean(jnp.tanh(jnp.tanh(x @ w[:16].reshape(WIDTH, 2)) @ w[16:]))
+
+    args = draw(0, 18), draw(1, 96, WIDTH)
+    graph = poet_jax.trace(jax.jacfwd(jax.jacrev(loss)), *args)
+    cut = blockwise(graph, large_bytes=2**12, blocks=8)
+    assert largest_bytes(cut) < largest_bytes(graph) / 2
+    (found,) = jax.jit(cut.__call__)(*args)
+    expected = jax.jit(jax.hessian(loss))(*args)
+    np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-6)
+
+
 def test_stacked_state_may_be_what_blocks_add_up():
     """The new rows are gradients of products, which sum over the blocks."""
     ws, x = draw(0, 2, 8, 512), draw(1, 96, 8)
