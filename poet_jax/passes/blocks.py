@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax.core.equation import Literal
+from poet_jax.core.equation import Equation, Literal
 from poet_jax.core.graph import Graph, Node
 from poet_jax.core.stack import Cut
 from poet_jax.passes.rewriter import require_single_equations, with_all_before
-from poet_jax.passes.rows import COMBINE, Way, of_block, pulled, pushed
+from poet_jax.passes.rows import COMBINE, Way, by_indices, of_block, pulled, pushed
 from poet_jax.passes.splicing import Cutter
 
 # By default, the pass leaves smaller values alone, and values that are one of many: the
@@ -35,12 +35,15 @@ def blockwise(
     """`graph` with its largest values in blocks along one of their axes.
 
     It makes products of at least `large_bytes` in blocks; by default, of 64 MiB and an
-    eighth of keep-all's peak. What is computed from them row by row follows:
-    element-wise operations, reductions and slices along other axes, gathers and
-    scatters within rows. Products that sum over the rows are added up. Where it can, a
-    block goes through all of that before the next one begins. The axis is the one along
-    which nodes need least; if none saves a third, nothing changes. Nor does it on
-    several devices, where rows lie apart already.
+    eighth of keep-all's peak. Where `large_bytes` are given and no product has so many,
+    it begins with other values that are made of small ones, as under `vmap`. What is
+    computed from them row by row follows: element-wise operations, reductions and
+    slices along other axes, gathers and scatters within rows. Products that sum over
+    the rows are added up; without products, so are sums that rows scatter into one
+    array. Where it can, a block goes through all of that before the next one begins.
+    The axis is the one along which nodes need least, or without products keep-all; if
+    nodes save no third, nothing changes. Nor does it on several devices, where rows lie
+    apart already.
 
     Sums over the axis are rounded as the sum of the sums over blocks.
     """
@@ -48,27 +51,34 @@ def blockwise(
     if not seeds:
         return graph
     require_single_equations(graph)
-    best, least_bytes = graph, _floor_bytes(graph) * (1 - LEAST_SAVED)
+    saving_bytes = _floor_bytes(graph) * (1 - LEAST_SAVED)
+    need = _floor_bytes if _is_product(graph, seeds[0]) else _peak_bytes
+    best, least_bytes = graph, need(graph)
     for axis, size in enumerate(graph.values[seeds[0]].shape):
         if size >= 2:
             cut = _Blocks(graph, seeds, axis, min(blocks, size)).result()
-            nbytes = _floor_bytes(cut)
-            if nbytes < least_bytes and len(cut.nodes) <= MOST_NODES:
+            saves = _floor_bytes(cut) < saving_bytes and len(cut.nodes) <= MOST_NODES
+            if saves and (nbytes := need(cut)) < least_bytes:
                 best, least_bytes = cut, nbytes
     return best
 
 
 def _seeds(graph: Graph, large_bytes: int | None) -> list[int]:
-    """Large products, all of one shape."""
+    """Large products, all of one shape. If there are none and `large_bytes` are given,
+    other large values that are made of small ones."""
     least_bytes = LARGE_BYTES if large_bytes is None else large_bytes
     large = [
-        node.writes[0]
+        v
         for node in graph.nodes
-        if len(node.equations) == 1
-        and len(node.writes) == 1
-        and graph.values[node.writes[0]].nbytes >= least_bytes
-        and node.equations[0].primitive.name == "dot_general"
+        if len(node.equations) == 1 and len(node.writes) == 1
+        for v in node.writes
+        if graph.values[v].nbytes >= least_bytes
     ]
+    products = [v for v in large if _is_product(graph, v)]
+    if products or large_bytes is None:
+        large = products
+    else:
+        large = [v for v in large if _is_of_small(graph, v)]
     if not large:
         return []
     most = max(large, key=lambda v: graph.values[v].nbytes)
@@ -77,6 +87,19 @@ def _seeds(graph: Graph, large_bytes: int | None) -> list[int]:
             return []
     shape = graph.values[most].shape
     return [v for v in large if graph.values[v].shape == shape]
+
+
+def _is_product(graph: Graph, value: int) -> bool:
+    (equation,) = graph.nodes[graph.producer[value]].equations
+    return equation.primitive.name == "dot_general"
+
+
+def _is_of_small(graph: Graph, value: int) -> bool:
+    """Whether a large value is made of what is smaller than a block of it."""
+    node, made = graph.nodes[graph.producer[value]], graph.values[value]
+    if not made.shape or pulled(node.equations[0], 0) is None:
+        return False
+    return all(graph.values[v].nbytes * BLOCKS < made.nbytes for v in node.reads)
 
 
 def _peak_bytes(graph: Graph) -> int:
@@ -109,6 +132,7 @@ class _Blocks(Cutter):
     def __init__(self, graph: Graph, seeds: Sequence[int], axis: int, blocks: int):
         super().__init__(graph)
         self.seeds, self.axis = set(seeds), axis
+        self.is_indexed = not _is_product(graph, seeds[0])
         self.length = graph.values[seeds[0]].shape[axis]
         self.bounds = Cut.of(self.length, blocks).bounds
         # Bytes of a block: values as large as that are not kept whole.
@@ -123,7 +147,7 @@ class _Blocks(Cutter):
         way = None
         if node.repeatable and node.writes:
             if any(a is not None for a in axes):
-                way = pushed(equation, axes)
+                way = self.pushed(equation, axes)
             elif node.writes[0] in self.seeds:
                 way = pulled(equation, self.axis)
         if way is not None:
@@ -147,7 +171,12 @@ class _Blocks(Cutter):
             return None
         (equation,) = node.equations
         axes = [self.axis if x in rows else None for x in equation.operands]
-        return pushed(equation, axes)
+        return self.pushed(equation, axes)
+
+    def pushed(self, equation: Equation, axes: Sequence[int | None]) -> Way | None:
+        """How a reader of what is cut along `axes` goes by blocks."""
+        way = pushed(equation, axes)
+        return by_indices(equation, axes) if way is None and self.is_indexed else way
 
     def is_filled(self, node: Node) -> bool:
         """Whether it makes a large value of small ones, or of one that is made so."""
@@ -208,6 +237,7 @@ class _Blocks(Cutter):
         """Compute a node block by block."""
         (equation,) = node.equations
         read = [equation.results.index(v) for v in node.writes]
+        is_chained = way.result is None and equation.primitive.name not in COMBINE
         blocks = []
         for number, (start, stop) in enumerate(self.bounds):
             operands = [
@@ -218,6 +248,8 @@ class _Blocks(Cutter):
                 else self.part(x, axis, number)
                 for x, axis in zip(equation.operands, way.operands, strict=True)
             ]
+            if is_chained and blocks:
+                (operands[0],) = blocks[-1]
             block = of_block(equation, way, stop - start)
             with self.of_block(number):
                 results = self.add(
@@ -231,6 +263,9 @@ class _Blocks(Cutter):
         if way.result is not None:
             for value, *pieces in zip(node.writes, *blocks, strict=True):
                 self.split[value], self.along[value] = pieces, way.result
+            return
+        if is_chained:
+            self.instead.update(zip(node.writes, blocks[-1], strict=True))
             return
         combine = COMBINE[equation.primitive.name]
         (value,), ((total,), *others) = node.writes, blocks

@@ -150,21 +150,40 @@ def product(equation: Equation, first: int, axis: int) -> Way:
     return Way((axis, None) if first == 0 else (None, axis), place)
 
 
+def _places(equation: Equation) -> tuple[Sequence[int], Sequence[int]]:
+    """Of a gather or a scatter, which axes of the indices are rows, and where the axes
+    of the indices are in the results, or in the updates."""
+    numbers = equation.params["dimension_numbers"]
+    if equation.primitive.name == "gather":
+        sides, window = numbers.start_indices_batching_dims, numbers.offset_dims
+        (out,) = equation.result_shapes
+    else:
+        sides = numbers.scatter_indices_batching_dims
+        window, out = numbers.update_window_dims, equation.operand_shapes[2]
+    return sides, [x for x in range(len(out.shape)) if x not in window]
+
+
+def by_indices(equation: Equation, axes: Sequence[int | None]) -> Way | None:
+    """A gather from a whole array, or a sum into one, by indices that are cut."""
+    name = equation.primitive.name
+    if name not in ("gather", "scatter-add", "scatter_add"):
+        return None
+    sides, along = _places(equation)
+    axis = axes[1]
+    if axis is None and axes[-1] in along:
+        axis = along.index(axes[-1])
+    if axis is None or axis in sides or axis == len(along):
+        return None
+    if name == "gather":
+        return Way((None, axis), along[axis])
+    return Way((None, axis, along[axis]), None)
+
+
 def _by_rows(equation: Equation, first: int, axis: int) -> Way | None:
     """A gather or a scatter that moves nothing from one row to another."""
-    name, params = equation.primitive.name, equation.params
-    numbers = params["dimension_numbers"]
-    rows = numbers.operand_batching_dims
-    if name == "gather":
-        sides, window = numbers.start_indices_batching_dims, numbers.offset_dims
-        out = len(equation.result_shapes[0].shape)
-    else:
-        sides, window = (
-            numbers.scatter_indices_batching_dims,
-            numbers.update_window_dims,
-        )
-        out = len(equation.operand_shapes[2].shape)
-    along = [x for x in range(out) if x not in window]  # of results, or updates
+    name = equation.primitive.name
+    rows = equation.params["dimension_numbers"].operand_batching_dims
+    sides, along = _places(equation)
     own = rows if first == 0 else sides
     if first < 2 and axis in own:
         place = own.index(axis)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from poet_jax.core.graph import Graph, Node, Value
 from poet_jax.core.units import format_bytes
+from poet_jax.passes.blocks import BLOCKS
 
 LEAST_BYTES = 2**18  # of a need; in less, XLA's padding outweighs what cutting saves
 LEAST_SHARE = 0.02  # of the need; less is not worth a word
@@ -117,10 +118,14 @@ def finer(
 def _largest(
     graph: Graph, need_bytes: int, node: Node | None, alive: Sequence[int]
 ) -> Iterator["_Part"]:
-    """The parts of loops, of products and of groups that are worth making smaller."""
+    """The parts of loops, of products and of groups that are worth making smaller;
+    where there are none, other large values."""
     product = _largest_product(graph, need_bytes, alive)
     group = _large_group(graph, need_bytes, node, alive)
-    yield from filter(None, (_largest_loop(graph), product, group))
+    parts = [x for x in (_largest_loop(graph), product, group) if x]
+    yield from parts
+    if not any(x.of for x in parts) and (part := _of_small(graph, need_bytes, alive)):
+        yield part
 
 
 class _Part(NamedTuple):
@@ -177,6 +182,38 @@ def _largest_product(
     return _Part("blockwise", option, what, saved)
 
 
+def _of_small(graph: Graph, need_bytes: int, alive: Sequence[int]) -> _Part | None:
+    """Blocks of values that are made of small ones, or more blocks, where values of
+    one size take much of the need."""
+    made = [
+        v
+        for v in alive
+        if v in graph.producer
+        and v not in graph.leaving
+        and not _is_loop(graph.nodes[graph.producer[v]])
+    ]
+    sizes = Counter(_nbytes(graph.values[v]) for v in made)
+    nbytes = max(sizes, key=lambda n: n * sizes[n], default=0)
+    saved = nbytes * sizes[nbytes]
+    if saved < max(1, LARGE_SHARE * need_bytes) or graph.devices > 1:
+        return None
+    names = {v: graph.values[v].name.rpartition(".")[0] for v in graph.producer}
+    name = next(names[v] for v in made if _nbytes(graph.values[v]) == nbytes)
+    if re.search(r"\[\d+-\d+\]$", name):
+        whole, blocks = _parts(name, names.values())
+        # A block has at most twice as many rows as another one.
+        option = {"blocks": 2 * blocks, "large_bytes": nbytes * blocks // 2}
+        return _Part("blockwise", option, f"for smaller blocks of {whole}", saved)
+    if not any(
+        nbytes in (_nbytes(graph.values[v]) for v in node.writes)
+        and all(BLOCKS * _nbytes(graph.values[v]) < nbytes for v in node.reads)
+        for node in graph.nodes
+    ):
+        return None
+    what = f"for blocks of {name}, if its rows allow"
+    return _Part("blockwise", {"large_bytes": nbytes}, what, saved)
+
+
 def _large_group(
     graph: Graph, need_bytes: int, node: Node | None, alive: Sequence[int]
 ) -> _Part | None:
@@ -199,13 +236,13 @@ def _parts(name: str, names: Iterable[str]) -> tuple[str, int]:
     return whole, len({x for x in names if x.startswith(f"{whole}[")})
 
 
+def _is_loop(node: Node) -> bool:
+    return any(e.primitive.name in ("scan", "while") for e in node.equations)
+
+
 def _largest_loop(graph: Graph) -> _Part | None:
     """More pieces of the loop that keeps most for another one."""
-    loops = {
-        n: node.name
-        for n, node in enumerate(graph.nodes)
-        if any(e.primitive.name in ("scan", "while") for e in node.equations)
-    }
+    loops = {n: node.name for n, node in enumerate(graph.nodes) if _is_loop(node)}
     returned = set(graph.returned)
     kept = [
         (

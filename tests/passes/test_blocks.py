@@ -217,6 +217,27 @@ def test_products_of_small_operands_are_made_in_blocks():
     np.testing.assert_allclose(found, expected, rtol=2e-4, atol=1e-6)
 
 
+def test_without_products_what_is_made_of_small_values_is_in_blocks():
+    """Rays at many angles read one image, and its gradient adds up over them."""
+
+    def loss(image, angles):
+        def ray_sums(angle):
+            x, y = jnp.meshgrid(jnp.arange(12.0), jnp.arange(16.0))
+            places = [jnp.cos(angle) * x + y, y - jnp.sin(angle) * x]
+            return jax.scipy.ndimage.map_coordinates(image, places, 0, "nearest").sum(0)
+
+        return jnp.mean(jax.vmap(ray_sums)(angles) ** 2)
+
+    step, args = jax.value_and_grad(loss), (draw(0, 12, 16), draw(1, 60))
+    graph = poet_jax.trace(step, *args)
+    assert blockwise(graph) is graph
+    cut = blockwise(graph, large_bytes=2**14, blocks=5)
+    assert largest_bytes(cut) < largest_bytes(graph) / 4
+    results = jax.jit(cut.__call__)(*args)
+    for a, b in zip(results, jax.jit(step)(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)
+
+
 def test_stacked_state_may_be_what_blocks_add_up():
     """The new rows are gradients of products, which sum over the blocks."""
     ws, x = draw(0, 2, 8, 512), draw(1, 96, 8)
