@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from poet_jax.core.equation import nbytes_of
 from poet_jax.core.graph import Graph, Node, Value
 from poet_jax.core.units import format_bytes
 from poet_jax.passes.blocks import BLOCKS
@@ -119,13 +120,29 @@ def _largest(
     graph: Graph, need_bytes: int, node: Node | None, alive: Sequence[int]
 ) -> Iterator["_Part"]:
     """The parts of loops, of products and of groups that are worth making smaller;
-    where there are none, other large values."""
+    where there are none, or one value inside a node takes much, other large values."""
     product = _largest_product(graph, need_bytes, alive)
     group = _large_group(graph, need_bytes, node, alive)
     parts = [x for x in (_largest_loop(graph), product, group) if x]
     yield from parts
-    if not any(x.of for x in parts) and (part := _of_small(graph, need_bytes, alive)):
+    inside_bytes = 0 if node is None else _largest_inside(node)
+    if inside_bytes < LARGE_SHARE * need_bytes and any(x.of for x in parts):
+        return
+    if part := _of_small(graph, need_bytes, node, alive):
         yield part
+
+
+def _largest_inside(node: Node) -> int:
+    """Bytes of the largest value that no other node reads."""
+    return max(
+        (
+            nbytes_of(shape)
+            for equation in node.equations
+            for x, shape in zip(equation.results, equation.result_shapes, strict=True)
+            if x not in node.writes
+        ),
+        default=0,
+    )
 
 
 class _Part(NamedTuple):
@@ -182,9 +199,11 @@ def _largest_product(
     return _Part("blockwise", option, what, saved)
 
 
-def _of_small(graph: Graph, need_bytes: int, alive: Sequence[int]) -> _Part | None:
+def _of_small(
+    graph: Graph, need_bytes: int, node: Node | None, alive: Sequence[int]
+) -> _Part | None:
     """Blocks of values that are made of small ones, or more blocks, where values of
-    one size take much of the need."""
+    one size take much of the need, or one inside `node`."""
     made = [
         v
         for v in alive
@@ -193,19 +212,25 @@ def _of_small(graph: Graph, need_bytes: int, alive: Sequence[int]) -> _Part | No
         and not _is_loop(graph.nodes[graph.producer[v]])
     ]
     sizes = Counter(_nbytes(graph.values[v]) for v in made)
+    if node is not None and not _is_loop(node):
+        sizes[_largest_inside(node)] += 1
     nbytes = max(sizes, key=lambda n: n * sizes[n], default=0)
     saved = nbytes * sizes[nbytes]
     if saved < max(1, LARGE_SHARE * need_bytes) or graph.devices > 1:
         return None
     names = {v: graph.values[v].name.rpartition(".")[0] for v in graph.producer}
-    name = next(names[v] for v in made if _nbytes(graph.values[v]) == nbytes)
+    found = [names[v] for v in made if _nbytes(graph.values[v]) == nbytes]
+    if node is not None:
+        found.append(re.sub(r"\+\d+$", "", node.name))
+    name = found[0]
     if re.search(r"\[\d+-\d+\]$", name):
         whole, blocks = _parts(name, names.values())
         # A block has at most twice as many rows as another one.
         option = {"blocks": 2 * blocks, "large_bytes": nbytes * blocks // 2}
         return _Part("blockwise", option, f"for smaller blocks of {whole}", saved)
     if not any(
-        nbytes in (_nbytes(graph.values[v]) for v in node.writes)
+        nbytes
+        in (_largest_inside(node), *(_nbytes(graph.values[v]) for v in node.writes))
         and all(BLOCKS * _nbytes(graph.values[v]) < nbytes for v in node.reads)
         for node in graph.nodes
     ):
