@@ -1,10 +1,12 @@
 """Group the equations that XLA would fuse, so that a node is worth scheduling.
 
 Every expensive equation is a node of its own; the light equations between expensive
-ones form one node per connected component. Seven rules keep the groups useful:
+ones form one node per connected component. Eight rules keep the groups useful:
 
 - A value of at most `TINY_BYTES` does not tie two groups together: a step counter would
   otherwise join every parameter's update into one node.
+- Where a group that expands tiny values meets a large value of a group before it, as
+  the sums of the areas of boxes meet their overlaps, the two are one.
 - A light equation that reads nothing but arguments joins its first consumer, so that
   the decay of a moment is part of the update and not a copy that waits for it.
 - A broadcast of a tiny value is repeated inside every node that reads it, and so is a
@@ -80,8 +82,11 @@ class _Coarsener:
         self.turned = dict(self.transposed_products())
         self.effect_depth = -1  # of the group of the last effect
 
+    def nbytes(self, value: int) -> int:
+        return self.graph.values[value].nbytes
+
     def is_tiny(self, value: int) -> bool:
-        return self.graph.values[value].nbytes <= TINY_BYTES
+        return self.nbytes(value) <= TINY_BYTES
 
     def is_free(self, number: int) -> bool:
         """A broadcast of tiny operands, or a change of a type alone: repeated wherever
@@ -137,9 +142,7 @@ class _Coarsener:
         name = node.equations[0].primitive.name
         if name not in ("reduce_sum", "reshape") or len(node.reads) != 1:
             return False
-        read, written = (
-            self.graph.values[v].nbytes for v in (*node.reads, *node.writes)
-        )
+        read, written = (self.nbytes(v) for v in (*node.reads, *node.writes))
         maker = self.graph.producer.get(node.reads[0])
         if read == written and maker is not None:
             return self.is_small(maker)
@@ -214,7 +217,7 @@ class _Coarsener:
             self.group[number] = _Group(depth + 1, self.heavy[number], [number])
             return
         target, *others = list(dict.fromkeys(g for _, g in deepest))
-        for other in others:
+        for other in (*others, *self.waiting(target, edges)):
             target.members.extend(other.members)
             for member in other.members:
                 self.group[member] = target
@@ -248,6 +251,41 @@ class _Coarsener:
             )
             for g in groups
         )
+
+    def waiting(self, target: _Group, edges: list[tuple[int, _Group]]) -> set[_Group]:
+        """Light groups one less deep than `target` that have a large value for it, and
+        are read by nothing else yet, if `target` only expands tiny values."""
+        return {
+            g
+            for v, g in edges
+            if g.depth == target.depth - 1
+            and not g.heavy
+            and not self.is_tiny(v)
+            and self.readers(g) <= {g, target}
+            and self.expands(target, g, self.nbytes(v))
+        }
+
+    def readers(self, group: _Group) -> set[_Group]:
+        """The groups so far that read what `group` writes."""
+        return {
+            self.group[reader]
+            for member in group.members
+            for value in self.graph.nodes[member].writes
+            for reader in self.all_readers(value)
+            if reader in self.group
+        }
+
+    def expands(self, group: _Group, before: _Group, nbytes: int) -> bool:
+        """Whether `group` reads tiny values only, none of which the group before it
+        reduces from as much as `nbytes`."""
+        read = {v for n in group.members for v in self.reads(n)}
+        read -= {v for n in group.members for v in self.graph.nodes[n].writes}
+        reduced: set[int] = set()
+        for number in sorted(before.members):
+            touched = {*self.reads(number), *self.graph.nodes[number].writes}
+            if touched & reduced or max(map(self.nbytes, touched)) >= nbytes:
+                reduced.update(self.graph.nodes[number].writes)
+        return all(map(self.is_tiny, read)) and read.isdisjoint(reduced)
 
     def place_before_consumers(self, number: int) -> None:
         """Put a node that reads only arguments into its one shallowest consumer's
@@ -319,7 +357,7 @@ class _Coarsener:
     def touched_bytes(self, number: int) -> int:
         node = self.graph.nodes[number]
         touched = (*self.reads(number), *node.writes)
-        return sum(self.graph.values[v].nbytes for v in touched)
+        return sum(self.nbytes(v) for v in touched)
 
     def alive_bytes(self, members: list[int]) -> list[int]:
         """Of values that only members read, what is alive after each member."""

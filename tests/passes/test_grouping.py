@@ -67,6 +67,22 @@ def test_two_branches_join_where_they_meet():
     assert sorted(second) == ["add", "cos", "sin"]
 
 
+def test_what_expands_tiny_values_joins_the_large_values_that_it_meets():
+    """Sums of areas are deeper than the overlaps, and hang on areas only."""
+
+    def overlaps_over_unions(x):
+        boxes = x @ x[:, :4]
+        overlaps = jnp.minimum(boxes[:, None], boxes[None]).prod(axis=-1)
+        areas = boxes.prod(axis=-1)
+        return overlaps / (areas[:, None] + areas[None] - overlaps)
+
+    graph = poet_jax.passes.group(poet_jax.trace(overlaps_over_unions, X))
+    large = [v for v in graph.producer if graph.values[v].nbytes >= X.nbytes]
+    assert large == list(graph.outputs)
+    expected = overlaps_over_unions(X)
+    np.testing.assert_allclose(graph(X)[0], expected, rtol=1e-6)
+
+
 def test_a_value_that_feeds_both_sides_of_a_product_makes_no_cycle():
     """sin -> @ -> +  with sin -> + as well: the sum cannot join sin.
 
