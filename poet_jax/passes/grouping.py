@@ -22,6 +22,9 @@ ones form one node per connected component. Eight rules keep the groups useful:
   long.
 - A group that holds many large values at once, as a long chain of light equations and
   its backward pass would, is cut where least is alive.
+- A group that updates parts of a large array again and again, as loops do with a buffer
+  or a cache, is cut before each update of what other groups read, as all versions would
+  have to be there at once otherwise.
 
 Groups are numbered by depth, and every edge between two groups leads to a greater
 depth, so merging never makes a cycle.
@@ -342,7 +345,13 @@ class _Coarsener:
 
     def pieces(self, members: list[int]) -> Iterable[Node]:
         """One node of the members, or several of consecutive ones: four at least, since
-        each adds to what is alive no more than it touches."""
+        each adds to what is alive no more than it touches, and one for each version of
+        a large array that other groups read."""
+        for place, number in enumerate(members):
+            if self.replaces_what_leaves(number, members[0]):
+                yield from self.pieces(members[:place])
+                yield from self.pieces(members[place:])
+                return
         alive = self.alive_bytes(members)
         largest = max(self.touched_bytes(n) for n in members)
         few = len(members) <= self.max_equations or members[0] in self.turned.values()
@@ -353,6 +362,18 @@ class _Coarsener:
         cut = min(range(edge - 1, len(members) - edge), key=alive.__getitem__) + 1
         yield from self.pieces(members[:cut])
         yield from self.pieces(members[cut:])
+
+    def replaces_what_leaves(self, number: int, first: int) -> bool:
+        """Whether it updates a part of a large array that its group makes, at `first`
+        or later, and that other groups read, too."""
+        node, group = self.graph.nodes[number], self.group[number]
+        if node.equations[0].primitive.name != "dynamic_update_slice":
+            return False
+        old = node.reads[0]
+        maker = self.graph.producer.get(old, -1)
+        if maker < first or self.group.get(maker) is not group or self.is_tiny(old):
+            return False
+        return any(self.group[n] is not group for n in self.all_readers(old))
 
     def touched_bytes(self, number: int) -> int:
         node = self.graph.nodes[number]

@@ -178,6 +178,34 @@ def test_a_group_that_takes_most_is_cut_where_a_step_does_not_fit():
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-7)
 
 
+def test_versions_of_a_buffer_are_not_made_at_once():
+    """Each depends on arguments alone, and products read all but the last."""
+
+    def step(buffer, x):
+        products = []
+        for n in range(4):
+            products.append(x @ buffer)
+            rows = jnp.tanh(buffer[:8] * 0.9)
+            buffer = jax.lax.dynamic_update_slice(buffer, rows, (8 * n, 0))
+        return buffer, products
+
+    graph = poet_jax.passes.group(poet_jax.trace(step, X, jnp.ones((4, 64))))
+    large = [
+        sum(graph.values[v].nbytes == X.nbytes for v in x.writes) for x in graph.nodes
+    ]
+    assert max(large) == 1 and sum(large) == 4
+
+
+def test_versions_of_a_buffer_that_nobody_else_reads_are_one_node():
+    def step(buffer):
+        for n in range(4):
+            rows = jnp.tanh(buffer[:8] * 0.9)
+            buffer = jax.lax.dynamic_update_slice(buffer, rows, (8 * n, 0))
+        return buffer
+
+    assert len(nodes_of(step, X)) == 1
+
+
 def test_gradients_of_what_parts_of_a_batch_share_do_not_tie_the_parts():
     """Each part's gradient is added as soon as it is there."""
 
