@@ -16,6 +16,9 @@ Pairs = tuple[tuple[int, int], ...]  # (old, new) values: one is written over th
 # Each element of their result depends on others than the operand's at its place.
 NOT_IN_PLACE = ("dot_general", "conv_general_dilated", "transpose", "rev", "gather")
 
+# Their result is their first operand, but for a part.
+UPDATES = ("dynamic_update_slice", "scatter")
+
 _known: "weakref.WeakKeyDictionary[Graph, _InPlace]" = weakref.WeakKeyDictionary()
 
 
@@ -26,13 +29,29 @@ def replaceable(graph: Graph) -> tuple[Pairs, ...]:
 
 def replaced(graph: Graph, number: int, dead: Collection[int]) -> Pairs:
     """Pairs (old, new) of values: a node writes `new`, and may write it over `old`, one
-    of `dead`, which nobody reads after it, and a donated argument in RAM of the same
-    shape and type.
+    of `dead`, which nobody reads after it, of the same shape and type, and a donated
+    argument in RAM or what the node changes a part of.
 
-    So an optimizer's update takes no more memory than the state that it replaces. What
-    was paged in is not written over: XLA makes such a buffer anew.
+    So an optimizer's update takes no more memory than the state that it replaces, and
+    neither does a loop that writes to a buffer row by row. State on storage that was
+    paged in is not written over: XLA makes such a buffer anew.
     """
     return _in_place(graph).replaced(number, dead)
+
+
+def versions(graph: Graph) -> set[int]:
+    """Values that lie where an argument did and a result will, one after the other, if
+    nodes run in this order."""
+    over = {new: old for made in replaceable(graph) for old, new in made}
+    found: set[int] = set()
+    for value in graph.returned:
+        chain: list[int] = []
+        while value in over:
+            chain.append(value)
+            value = over[value]
+        if value in graph.donated:
+            found.update(chain)
+    return found
 
 
 class _InPlace:
@@ -42,8 +61,11 @@ class _InPlace:
         self._graph: Any = weakref.proxy(graph)
         paged = graph.stored.keys() - graph.resident
         free = (graph.donated | graph.resident) - paged.union(graph.returned)
+        made = graph.producer.keys() - free.union(graph.returned)
         self.olds = [
-            free.intersection(node.reads) if node.equations else frozenset()
+            free.intersection(node.reads) | made.intersection(_updated(node))
+            if node.equations
+            else frozenset()
             for node in graph.nodes
         ]
         self._pairs: dict[tuple[int, frozenset[int]], Pairs] = {}
@@ -64,6 +86,13 @@ class _InPlace:
             self.replaced(number, [v for v in olds if readers[v][-1] == number])
             for number, olds in enumerate(self.olds)
         )
+
+
+def _updated(node: Node) -> Iterable[Any]:
+    """Values of which the node changes a part."""
+    for equation in node.equations:
+        if equation.primitive.name.startswith(UPDATES):
+            yield equation.operands[0]
 
 
 def _in_place(graph: Graph) -> _InPlace:

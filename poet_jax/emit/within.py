@@ -12,6 +12,7 @@ import numpy as np
 from poet_jax.core.costs import Costs
 from poet_jax.core.errors import BudgetTooSmall
 from poet_jax.core.graph import Graph, Value
+from poet_jax.core.in_place import versions
 from poet_jax.core.plan import BasePlanner, Budget, Free, Plan, Planner
 from poet_jax.core.program import Program, lower
 from poet_jax.core.units import format_bytes
@@ -306,9 +307,10 @@ def as_allocated(
     donated argument of its shape and type, and keeps the room of each argument to the
     end. So results take no room of their own when they are computed; one argument more,
     which nobody reads, stands for them all. An argument that no result replaces is not
-    freed, and neither arguments nor results are paged out. XLA's own room keeps its
-    size, too, so that the most of `scratch` comes on top of that, whenever it is taken,
-    and so do the records of transfers from and to state on storage.
+    freed, and neither arguments nor results are paged out, nor is what lies there in
+    between. XLA's own room keeps its size, too, so that the most of `scratch` comes on
+    top of that, whenever it is taken, and so do the records of transfers from and to
+    state on storage.
     Nodes and values keep their numbers.
     """
     donated = [v for v in graph.donated if v not in graph.stored]
@@ -330,7 +332,7 @@ def as_allocated(
                 nbytes[v] = 0
     given = (v for v in graph.arguments if v not in graph.stored)
     here = {x for v in given for x in graph.pieces(v)}
-    here = here.union(graph.returned, graph.references)
+    here = here.union(graph.returned, graph.references, versions(graph))
     values = tuple(
         dataclasses.replace(
             value, nbytes=int(nbytes[v]), pageable=value.pageable and v not in here

@@ -109,6 +109,42 @@ def test_results_are_the_same_in_place(case, name):
     )
 
 
+@pytest.mark.parametrize("how", ["slice", "scatter"])
+def test_versions_of_a_buffer_lie_in_its_place(how):
+    """A loop reads and writes a donated buffer. No version is paged, as XLA keeps the
+    room of an argument."""
+
+    def step(buffer, x):
+        made = []
+        for n in range(3):
+            rows = jnp.tanh(x[:8])
+            if how == "slice":
+                buffer = jax.lax.dynamic_update_slice(buffer, rows, (8 * n, 0))
+            else:
+                buffer = buffer.at[8 * n + jnp.arange(8)].set(rows)
+            x = jnp.tanh(x @ buffer[:128])
+            for _ in range(3):
+                x = jnp.tanh(x @ x[:128])
+                made.append(x)
+        return buffer, sum(x @ x[:128] for x in made[::-1]).sum()
+
+    buffer = jnp.linspace(-1.0, 1.0, 2**18).reshape(2048, 128)
+    args = buffer, jnp.ones((256, 128))
+    graph = donating(step, *args)
+    program = keep_everything(graph, poet_jax.price(graph, DEVICE)).program
+    versions = {v for v, x in enumerate(graph.values) if x.nbytes == buffer.nbytes}
+    olds = {
+        old for x in program.instructions if isinstance(x, Run) for old, _ in x.over
+    }
+    assert len(versions - olds) == 1
+    donated = scheduled(
+        step, int(1.7 * buffer.nbytes), planner=poet_jax.planners.paging_only
+    )
+    planned = donated.plan(*args)
+    moved = [x.value for x in planned.program.instructions if isinstance(x, PageOut)]
+    assert moved and versions.isdisjoint(moved)
+
+
 def test_what_is_on_its_way_to_storage_is_there_before_it_is_written_over():
     def step(w):
         return jnp.tanh(w) * 3 + 1
