@@ -138,7 +138,7 @@ def _largest_inside(node: Node) -> int:
         (
             nbytes_of(shape)
             for equation in node.equations
-            for x, shape in zip(equation.results, equation.result_shapes, strict=True)
+            for x, shape in zip(equation.results, equation.result_shapes, strict=False)
             if x not in node.writes
         ),
         default=0,
