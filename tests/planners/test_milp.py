@@ -150,7 +150,7 @@ def test_a_line_shows_how_far_the_planning_is_until_it_is_turned_off(
     monkeypatch, capsys
 ):
     graph, costs = long_chain(400)
-    budget = poet_jax.Budget(peak_bytes(graph, costs) // 2)
+    budget = poet_jax.Budget(3 * peak_bytes(graph, costs) // 5)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     poet_jax.MilpPlanner(time_limit_seconds=2)(graph, costs, budget)
     shown = capsys.readouterr().err
