@@ -23,9 +23,9 @@ def in_rounds(
 ) -> Schedule:
     """A schedule that fits, with loops, large values and groups cut finer if need be.
 
-    Graphs get finer as long as their plans get leaner. If none fits, the one of the
-    leanest plan is compiled, and the first one, in which XLA may fuse more: the error
-    tells what works.
+    Graphs get finer as long as their plans get leaner, or another pass may cut. If none
+    fits, the one of the leanest plan is compiled, and the first one, in which XLA may
+    fuse more: the error tells what works.
 
     `attempt(passes, refinable, earlier)` plans a graph, after an earlier one. Names of
     passes that may cut finer are `refinable`: where one of them would help, a plan far
@@ -50,8 +50,9 @@ def in_rounds(
             return found
         *earlier, error = (error for _, error in failed)
         more = {name: x for name, x in error.finer.items() if name in refinable}
-        if not more or any(error.planned_bytes >= x.planned_bytes for x in earlier):
-            break
+        is_leaner = all(error.planned_bytes < x.planned_bytes for x in earlier)
+        if not more or not (is_leaner or more.keys() - options.keys()):
+            break  # an option of another pass may cut what is in pieces by now
         for name, option in more.items():
             options.setdefault(name, {}).update(option)
         finer = with_options(passes, options)

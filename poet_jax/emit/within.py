@@ -152,15 +152,17 @@ class _Fitting:
         if first is not None:
             allowed, stage_bytes = first
         is_brief = self.costs.seconds.sum() < BRIEF_SECONDS
+        plan = None
         for share in BRIEF_SHARES if is_brief else SHARES:
-            plan = self.planned(allowed)
+            if plan is None or stage_bytes is None:
+                plan = self.planned(allowed)
             if plan is None:
                 break
             if stage_bytes is None:
                 stage_bytes = self.stage_bytes(plan, allowed, share)
             yield plan, allowed, stage_bytes
             stage_bytes = self.narrower(stage_bytes)
-            if stage_bytes > self.peak_bytes(plan):
+            if self.peak_bytes(plan) < min(stage_bytes, (1 - MARGIN) * allowed):
                 continue  # the stages need too much, and not the plan
             room_bytes = max(0, allowed - self.held_bytes)
             less = max(room_bytes - self.excess_bytes / SAVED, room_bytes / 2)

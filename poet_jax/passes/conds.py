@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from poet_jax.core.equation import Literal
+from poet_jax.core.equation import Equation, Literal
 from poet_jax.core.graph import Graph, Node, Value
 from poet_jax.core.rebuilding import without_dead_code
 from poet_jax.core.trace import trace_body, trace_part
@@ -58,6 +58,7 @@ class _Opener(Splicer):
     def __init__(self, graph: Graph, taken: set[int]):
         super().__init__(graph)
         self.taken = taken
+        self.scalars: dict[Any, np.ndarray | None] = {}  # by value; None if unknown
 
     def visit(self, node: Node) -> None:
         if not _may_open(node):
@@ -69,6 +70,13 @@ class _Opener(Splicer):
         index, *operands = equation.renamed(self.instead).operands
         if (number := self.known(equation.operands[0])) is not None:
             body = branches[min(max(int(number), 0), len(branches) - 1)]
+            if any(
+                self.values[old].weak_type != body.values[new].weak_type
+                for old, new in zip(equation.results, body.outputs, strict=True)
+                if isinstance(old, int) and old in self.graph.leaving
+            ):  # the caller would see the type of another branch
+                self.emit(node)
+                return
             results = self.splice(
                 (body, {}), operands, node.name, node.backward, is_opened=True
             )
@@ -114,15 +122,40 @@ class _Opener(Splicer):
         """A scalar that is known when the function is traced."""
         if isinstance(operand, Literal):
             return np.asarray(operand.value)
-        if operand in self.graph.constants:
-            return _scalar(self.graph.constants[operand])
-        if operand not in self.graph.producer:
+        stack = [operand]
+        while stack:  # in its own loop: there may be more of them than Python's frames
+            equation = self.maker(stack[-1])
+            reads = equation.reads if equation else ()
+            if missing := [x for x in reads if x not in self.scalars]:
+                stack += missing
+                continue
+            value = stack.pop()
+            if value not in self.scalars:
+                self.scalars[value] = self.computed(value, equation)
+        return self.scalars[operand]
+
+    def maker(self, value: Any) -> Equation | None:
+        """The equation that makes a value, if it is one that may be known."""
+        if value not in self.graph.producer:
             return None
-        node = self.graph.nodes[self.graph.producer[operand]]
-        if node.equations[0].primitive.name not in ELEMENTWISE:
+        node = self.graph.nodes[self.graph.producer[value]]
+        if len(node.equations) != 1:
             return None
         (equation,) = node.equations
-        scalars = [self.known(x) for x in equation.operands]
+        shapes = (*equation.operand_shapes, *equation.result_shapes)
+        if equation.primitive.name not in ELEMENTWISE or any(x.shape for x in shapes):
+            return None
+        return equation
+
+    def computed(self, value: Any, equation: Equation | None) -> np.ndarray | None:
+        """A scalar, if what its equation reads is known."""
+        if equation is None:
+            constant = self.graph.constants.get(value)
+            return None if constant is None else _scalar(constant)
+        scalars = [
+            np.asarray(x.value) if isinstance(x, Literal) else self.scalars[x]
+            for x in equation.operands
+        ]
         if any(x is None for x in scalars):
             return None
         with jax.ensure_compile_time_eval():

@@ -85,6 +85,8 @@ class _Coarsener:
         self.rooted = self.reading_only_arguments()
         self.turned = dict(self.transposed_products())
         self.effect_depth = -1  # of the group of the last effect
+        # (group, the one before it, bytes) that `waiting` has found not to be one
+        self.apart: set[tuple[_Group, _Group, int]] = set()
 
     def nbytes(self, value: int) -> int:
         return self.graph.values[value].nbytes
@@ -259,15 +261,18 @@ class _Coarsener:
     def waiting(self, target: _Group, edges: list[tuple[int, _Group]]) -> set[_Group]:
         """Light groups one less deep than `target` that have a large value for it, and
         are read by nothing else yet, if `target` only expands tiny values."""
-        return {
-            g
-            for v, g in edges
-            if g.depth == target.depth - 1
-            and not g.heavy
-            and not self.is_tiny(v)
-            and self.readers(g) <= {g, target}
-            and self.expands(target, g, self.nbytes(v))
-        }
+        found = set()
+        for v, g in edges:
+            key = target, g, self.nbytes(v)
+            if g.depth != target.depth - 1 or g.heavy or self.is_tiny(v):
+                continue
+            if g in found or key in self.apart:
+                continue
+            if self.readers(g) <= {g, target} and self.expands(*key):
+                found.add(g)
+            else:
+                self.apart.add(key)
+        return found
 
     def readers(self, group: _Group) -> set[_Group]:
         """The groups so far that read what `group` writes."""
@@ -348,11 +353,15 @@ class _Coarsener:
         """One node of the members, or several of consecutive ones: four at least, since
         each adds to what is alive no more than it touches, and one for each version of
         a large array that other groups read."""
+        first = 0
         for place, number in enumerate(members):
-            if self.replaces_what_leaves(number, members[0]):
-                yield from self.pieces(members[:place])
-                yield from self.pieces(members[place:])
-                return
+            if self.replaces_what_leaves(number, members[first]):
+                yield from self.lean_pieces(members[first:place])
+                first = place
+        yield from self.lean_pieces(members[first:])
+
+    def lean_pieces(self, members: list[int]) -> Iterable[Node]:
+        """As `pieces`, of members without such a version."""
         alive = self.alive_bytes(members)
         largest = max(self.touched_bytes(n) for n in members)
         few = len(members) <= self.max_equations or members[0] in self.turned.values()
@@ -361,8 +370,8 @@ class _Coarsener:
             return
         edge = max(1, len(members) // 4)
         cut = min(range(edge - 1, len(members) - edge), key=alive.__getitem__) + 1
-        yield from self.pieces(members[:cut])
-        yield from self.pieces(members[cut:])
+        yield from self.lean_pieces(members[:cut])
+        yield from self.lean_pieces(members[cut:])
 
     def replaces_what_leaves(self, number: int, first: int) -> bool:
         """Whether it updates a part of a large array that its group makes, at `first`
@@ -370,7 +379,9 @@ class _Coarsener:
         node, group = self.graph.nodes[number], self.group[number]
         if node.equations[0].primitive.name != "dynamic_update_slice":
             return False
-        old = node.reads[0]
+        old = node.equations[0].operands[0]
+        if not isinstance(old, int):
+            return False
         maker = self.graph.producer.get(old, -1)
         if maker < first or self.group.get(maker) is not group or self.is_tiny(old):
             return False

@@ -28,11 +28,11 @@ def weighted_sums(graph: Graph) -> Graph:
     does not fuse with the sum.
 
     Sums are taken in another order, so results differ by rounding. Returns `graph`
-    unchanged on a backend other than the CPU. Raises ValueError for a graph whose nodes
-    hold several equations.
+    unchanged on several devices, and on another backend than the CPU. Raises ValueError
+    for a graph whose nodes hold several equations.
     """
     weigher = _Weigher(graph)
-    if graph.on_cpu:
+    if graph.on_cpu and graph.devices == 1:
         for number in range(len(graph.nodes)):
             weigher.weigh(number)
     return weigher.result()
@@ -71,7 +71,7 @@ class _Weigher(Rewriter):
             first = array.shape[: len(axes)]
             shape = [1] * len(axes)
             for axis, size in zip(found.axes, weights.shape, strict=True):
-                if size > 1:
+                if size != 1:
                     shape[axis] = size
             each = jnp.broadcast_to(weights.reshape(shape), first)
             numbers = (axes, axes), ((), ())
@@ -88,6 +88,8 @@ class _Weigher(Rewriter):
         would be in memory."""
         node = self.maker(value, "mul")
         if node is None or self.values[value].dtype not in DTYPES:
+            return None
+        if node.equations[0].params.get("out_dtype") is not None:
             return None
         if len(self.readers[value]) > 1 or self.is_output(value):
             return None

@@ -169,6 +169,8 @@ class _Part(NamedTuple):
         return f"{finer} in passes=, {self.what}"
 
 
+# The rows of a block, or the iterations of a piece, in its name.
+_BOUNDS = re.compile(r"\[(\d+)-(\d+)\]$")
 # An option in the advice.
 _OPTION = re.compile(r"poet_jax\.passes\.(\w+), (\w+)=(\d+)[,)]")
 
@@ -223,8 +225,11 @@ def _of_small(
     if node is not None:
         found.append(re.sub(r"\+\d+$", "", node.name))
     name = found[0]
-    if re.search(r"\[\d+-\d+\]$", name):
-        whole, blocks = _parts(name, names.values())
+    if bounds := _BOUNDS.search(name):
+        # Of some blocks no value is left outside nodes: their bounds tell how many.
+        whole, rows = name[: bounds.start()], int(bounds[2]) - int(bounds[1])
+        parts = (_BOUNDS.search(x) for x in names.values() if x.startswith(f"{whole}["))
+        blocks = math.ceil(max(int(x[2]) for x in parts if x) / rows)
         # A block has at most twice as many rows as another one.
         option = {"blocks": 2 * blocks, "large_bytes": nbytes * blocks // 2}
         return _Part("blockwise", option, f"for smaller blocks of {whole}", saved)

@@ -225,6 +225,21 @@ def test_without_products_other_large_values_are_cut_where_they_do_not_fit(loss,
     np.testing.assert_allclose(scheduled(*args), expected, rtol=1e-4, atol=1e-6)
 
 
+def test_rounds_go_on_where_another_pass_may_cut_what_is_in_blocks():
+    """Blocks of it are one node, until groups are smaller."""
+
+    def fun(a, b):
+        squares = ((a[:, None] - b[None]) ** 2).sum(-1)
+        others = ((a[:, None] - b[None]) ** 2).sum(-1)
+        return jnp.argmin(squares, 1), jnp.exp(-others).sum(0)
+
+    a, b = jax.random.normal(jax.random.key(0), (2, 450, 3))
+    scheduled = schedule(fun, "50%")
+    nearest, density = scheduled(a, b)
+    np.testing.assert_array_equal(nearest, jax.jit(fun)(a, b)[0])
+    np.testing.assert_allclose(density, jax.jit(fun)(a, b)[1], rtol=1e-5)
+
+
 def test_what_an_error_names_works_though_the_planner_is_worse_at_other_budgets():
     def planner(graph, costs, budget):
         try:

@@ -148,3 +148,27 @@ def test_results_that_share_work_stay_together():
 
     traced = poet_jax.trace(fun, jnp.ones((160, 160)), jnp.ones((160, 160)))
     assert len(open_conds(traced).nodes) == len(traced.nodes)
+
+
+def test_a_branch_may_return_a_number_that_is_given():
+    def fun(x):
+        return lax.cond(True, lambda x, n: (x + 1, n), lambda x, n: (x, n * 2), x, 3)
+
+    for got, wanted in zip(
+        poet_jax.schedule(fun, "100%")(jnp.ones(LARGE)),
+        jax.jit(fun)(jnp.ones(LARGE)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(got, wanted)
+        assert got.weak_type == wanted.weak_type
+
+
+def test_a_branch_may_be_known_by_a_long_computation():
+    def fun(x):
+        turn = jnp.int32(0)
+        for _ in range(400):
+            turn = (turn + 1) % 3
+        return lax.switch(turn, [jnp.sin, lambda x: x * 2, jnp.cos], x)
+
+    graph = open_conds(poet_jax.trace(fun, jnp.ones(8)))
+    assert {e.primitive.name for e in graph.nodes[-1].equations} == {"mul"}

@@ -374,3 +374,25 @@ def test_the_same_equations_give_the_same_values(case):
     outputs = [values[v] for v in graph.outputs]
     for a, b in zip(outputs, jax.tree.leaves(fun(*args)), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_a_buffer_may_be_updated_a_thousand_times():
+    def fun(buffer, row, w):
+        found = []
+        for i in range(1000):
+            buffer = jax.lax.dynamic_update_slice(buffer, row, (i % 40, 0))
+            found.append((buffer @ w)[0, 0])
+        return buffer, jnp.stack(found)
+
+    args = jnp.ones((40, 40)), jnp.ones((1, 40)), jnp.eye(40)
+    graph = poet_jax.passes.group(poet_jax.trace(fun, *args))
+    assert len(graph.nodes) >= 2000
+
+
+def test_an_update_of_numbers_is_in_a_group():
+    def fun(x):
+        number = jax.lax.dynamic_update_slice(jnp.float32(0), jnp.float32(1), ())
+        return jnp.sin(x) + number
+
+    (found,) = poet_jax.passes.group(poet_jax.trace(fun, jnp.ones(8)))(jnp.ones(8))
+    np.testing.assert_allclose(found, fun(jnp.ones(8)), rtol=1e-6)

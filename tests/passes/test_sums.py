@@ -91,7 +91,7 @@ def test_a_sum_over_a_batch_is_fused_with_what_makes_its_operand():
 def test_weighted_sums_are_the_sums_of_xla(data):
     """Weights of some of the first axes, before or after the array, repeated by hand or
     as `lax.mul` does it."""
-    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    shape = data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=4))
     count = data.draw(st.integers(1, len(shape)))
     kept = data.draw(st.sets(st.integers(0, len(shape) - 1)))
     is_explicit, is_left = data.draw(st.booleans()), data.draw(st.booleans())
@@ -109,13 +109,23 @@ def test_weighted_sums_are_the_sums_of_xla(data):
 
     traced = poet_jax.trace(fun, array, weights)
     graph = poet_jax.passes.weighted_sums(traced)
-    has_others = any(n > 1 for n in sizes[count:])
+    has_others = any(n != 1 for n in sizes[count:])
     is_product = count < len(shape) and not has_others and dtype is np.float32
     assert (graph is not traced) == is_product
     with jax.default_matmul_precision("bfloat16"):
         (found,) = jax.jit(graph.__call__)(array, weights)
     expected = np.asarray(fun(array, weights))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_weighted_sum_of_another_type_stays_as_it_is():
+    def fun(array, weights):
+        weights = jnp.broadcast_to(weights[:, None], array.shape)
+        return jax.lax.mul(array, weights, out_dtype=jnp.float32).sum(0)
+
+    shapes = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((6, 8), (6,)))
+    traced = poet_jax.trace(fun, *shapes)
+    assert poet_jax.passes.weighted_sums(traced) is traced
 
 
 def test_a_weighted_sum_is_fused_with_what_makes_its_array():

@@ -51,7 +51,7 @@ class _Folder(Rewriter):
         self.frozen = set(graph.constants)
         for output in graph.outputs:
             copy = self.maker(output, "copy")
-            self.frozen |= given & {output if copy is None else copy.reads[0]}
+            self.frozen |= given & ({output} if copy is None else set(copy.reads))
         for node in graph.nodes:
             if node.repeatable and self.frozen.issuperset(node.reads):
                 self.frozen.update(node.writes)
