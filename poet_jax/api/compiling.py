@@ -63,7 +63,7 @@ def prefers_stages(
     whole, if both fit."""
     if graph.rewritten or not graph.on_cpu:
         return graph.rewritten
-    if graph.equation_count > GROWN * traced.equation_count:
+    if graph.equation_count > GROWN * _own_count(traced):
         return False
     if keep_everything(graph, costs).usage.peak_bytes >= LARGE_BYTES:
         return True
@@ -71,6 +71,15 @@ def prefers_stages(
         return False
     plain = map_equations(graph, lambda e: dataclasses.replace(e, lowering=None))
     return costs.seconds.sum() <= (1 - SAVED) * price(plain, device).seconds.sum()
+
+
+def _own_count(traced: Graph) -> int:
+    """Equations of a function, and of the branches of its conds, which are opened."""
+    conds = (
+        e for node in traced.nodes for e in node.equations if e.primitive.name == "cond"
+    )
+    inner = sum(len(body) for e in conds for body, _ in e.inner)
+    return traced.equation_count + inner
 
 
 def target_for(
