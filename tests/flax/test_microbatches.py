@@ -86,17 +86,17 @@ def test_auto_takes_the_fewest_that_fit(library):
     x, y = (jnp.tile(a, (33, 1)) for a in BATCH)
     passes = [p for p in PASSES if p is not blockwise]
     least = {}
-    for count in (1, 4):
+    for count in (1, 2):
         with pytest.raises(poet_jax.BudgetTooSmall) as caught:
             trained(library, 1, (x, y), None, microbatches=count, passes=passes)
         least[count] = caught.value.smallest_bytes
         is_told = 'microbatches="auto" (about' in str(caught.value)
         assert is_told == (count == 1)
-    assert least[4] < 0.7 * least[1]
-    for budget, counts in ((least[1], [1]), (int(least[4] * 1.02), [2, 4])):
+    assert least[2] < 0.8 * least[1]
+    for budget, count in ((least[1], 1), (int(least[2] * 1.02), 2)):
         options = {"microbatches": "auto", "passes": passes}
         step = trained(library, budget, (x, y), None, **options)[2]
-        assert step.microbatches in counts
+        assert step.microbatches == count
 
 
 def test_each_part_has_dropout_of_its_own():
