@@ -162,8 +162,8 @@ class Compilation:
             if not {pass_of(x) for x in others}.isdisjoint(refinable_of(tried)):
                 problem = (
                     f"{problem.removesuffix('.')}; arguments or results alone take "
-                    f"{held} bytes ({format_bytes(held)}), and in a budget above that "
-                    "large nodes are cut finer, which may need less."
+                    f"{held} bytes ({format_bytes(held)}), and budgets above that are "
+                    "tried with finer graphs."
                 )
         return error.but(
             problem=problem,

@@ -89,7 +89,7 @@ class _InPlace:
 
 
 def _updated(node: Node) -> Iterable[Any]:
-    """Values of which the node changes a part."""
+    """Values that the node copies, with a part of each changed."""
     for equation in node.equations:
         if equation.primitive.name.startswith(UPDATES):
             yield equation.operands[0]

@@ -95,7 +95,7 @@ def _is_product(graph: Graph, value: int) -> bool:
 
 
 def _is_of_small(graph: Graph, value: int) -> bool:
-    """Whether a large value is made of what is smaller than a block of it."""
+    """Whether all that a large value is made of is smaller than one of its blocks."""
     node, made = graph.nodes[graph.producer[value]], graph.values[value]
     if not made.shape or pulled(node.equations[0], 0) is None:
         return False
@@ -174,7 +174,7 @@ class _Blocks(Cutter):
         return self.pushed(equation, axes)
 
     def pushed(self, equation: Equation, axes: Sequence[int | None]) -> Way | None:
-        """How a reader of what is cut along `axes` goes by blocks."""
+        """How an equation goes by blocks, if its operands are cut along `axes`."""
         way = pushed(equation, axes)
         return by_indices(equation, axes) if way is None and self.is_indexed else way
 

@@ -1,7 +1,7 @@
 """Group the equations that XLA would fuse, so that a node is worth scheduling.
 
 Every expensive equation is a node of its own; the light equations between expensive
-ones form one node per connected component. Eight rules keep the groups useful:
+ones form one node per connected component. Nine rules keep the groups useful:
 
 - A value of at most `TINY_BYTES` does not tie two groups together: a step counter would
   otherwise join every parameter's update into one node.
@@ -285,8 +285,8 @@ class _Coarsener:
         }
 
     def expands(self, group: _Group, before: _Group, nbytes: int) -> bool:
-        """Whether `group` reads tiny values only, none of which the group before it
-        reduces from as much as `nbytes`."""
+        """Whether `group` reads tiny values only, and `before` reduces none of them
+        from a value of `nbytes` or more."""
         read = {v for n in group.members for v in self.reads(n)}
         read -= {v for n in group.members for v in self.graph.nodes[n].writes}
         reduced: set[int] = set()

@@ -229,7 +229,8 @@ def _of_small(
         # Of some blocks no value is left outside nodes: their bounds tell how many.
         whole, rows = name[: bounds.start()], int(bounds[2]) - int(bounds[1])
         parts = (_BOUNDS.search(x) for x in names.values() if x.startswith(f"{whole}["))
-        blocks = math.ceil(max(int(x[2]) for x in parts if x) / rows)
+        stop = max((int(x[2]) for x in parts if x), default=int(bounds[2]))
+        blocks = math.ceil(stop / rows)
         # A block has at most twice as many rows as another one.
         option = {"blocks": 2 * blocks, "large_bytes": nbytes * blocks // 2}
         return _Part("blockwise", option, f"for smaller blocks of {whole}", saved)
