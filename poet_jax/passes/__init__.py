@@ -14,6 +14,7 @@ from poet_jax.passes.loops import unroll
 from poet_jax.passes.reordering import reorder
 from poet_jax.passes.rewriter import Rewriter
 from poet_jax.passes.shard_maps import open_shard_maps
+from poet_jax.passes.simplifying import simplify
 from poet_jax.passes.sparse.products import reassociate
 from poet_jax.passes.sparse.scales import fold_scales
 from poet_jax.passes.sparse.slices import push_slices
@@ -32,6 +33,7 @@ PASSES: tuple[Pass, ...] = (
     reassociate,
     fold_scales,
     weighted_sums,
+    simplify,
     open_shard_maps,
     group,
     expand_at_use,
@@ -112,6 +114,7 @@ __all__ = [
     "cpu_kernels",
     "cse",
     "fold_scales",
+    "simplify",
     "push_slices",
     "reorder",
     "run_passes",

@@ -1,0 +1,121 @@
+"""Arrays that a step can do without: `Graph -> Graph`, before `group`.
+
+XLA drops most of them, too, but only within a stage, and a plan counts what crosses
+stages. A table that embeds words and also makes logits is transposed for these. Its
+gradient is a product, transposed twice, and a scatter of rows into zeros that is added
+to it: five arrays of the table's size, where one is enough.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from poet_jax.core.equation import Literal
+from poet_jax.core.graph import Graph, Node
+from poet_jax.passes.rewriter import Rewriter
+
+# A scatter into zeros sums small numbers first, which types of fewer bits need.
+DTYPES = (jnp.dtype("float32"), jnp.dtype("float64"))
+
+
+def simplify(graph: Graph) -> Graph:
+    """`graph`, of `trace`, with fewer arrays between its operations.
+
+    - A transpose of a transpose is one, or none.
+    - A product reads a matrix as it is instead of its transpose.
+    - What is scattered into zeros and then added to an array is scattered into that
+      array. Sums are then taken in another order, so results differ by rounding.
+
+    Returns `graph` unchanged on several devices. Raises ValueError for a graph whose
+    nodes hold several equations.
+    """
+    simplifier = _Simplifier(graph)
+    if graph.devices == 1:
+        for number in range(len(graph.nodes)):
+            simplifier.simplify(number)
+    simplified = simplifier.result()
+    if simplified is graph:
+        return graph
+    # XLA does as much for the function as a whole.
+    return dataclasses.replace(simplified, rewritten=graph.rewritten)
+
+
+class _Simplifier(Rewriter):
+    def simplify(self, number: int) -> None:
+        node = self.nodes.get(number)
+        if node is None:
+            return
+        match node.equations[0].primitive.name:
+            case "transpose":
+                self.transpose_once(node)
+            case "dot_general":
+                self.read_untransposed(node)
+            case "add" | "add_any":
+                self.scatter_into_sum(node)
+
+    def transpose_once(self, node: Node) -> None:
+        """Let the transpose of a transpose be one of its operand, or that operand."""
+        (operand,) = self.operands(node)
+        inner = self.maker(operand, "transpose")
+        if inner is None:
+            return
+        (operand,) = self.operands(inner)
+        before, after = (x.equations[0].params["permutation"] for x in (inner, node))
+        order = tuple(before[axis] for axis in after)
+        if order != tuple(range(len(order))):
+            operand = self.add(lambda x: lax.transpose(x, order), [operand], node)
+        elif self.is_output(node.writes[0]) and operand not in self.producer:
+            return  # the caller gets an array of its own
+        self.replace(node.writes[0], operand)
+
+    def read_untransposed(self, node: Node) -> None:
+        """Let a product of matrices read those of which it reads the transpose."""
+        (equation,) = node.equations
+        contracted, stacked = equation.params["dimension_numbers"]
+        operands, axes = self.operands(node), list(contracted)
+        if any(stacked) or any(len(x.shape) != 2 for x in equation.operand_shapes):
+            return
+        for side, operand in enumerate(operands):
+            inner = self.maker(operand, "transpose")
+            if inner is not None:
+                (operands[side],) = self.operands(inner)
+                axes[side] = tuple(1 - axis for axis in axes[side])
+        if operands == self.operands(node):
+            return
+        numbers = tuple(axes), stacked
+        changed = equation.params | {"dimension_numbers": numbers}
+        product = dataclasses.replace(equation, params=changed)
+        self.replace(node.writes[0], self.bind(product, operands, node))
+
+    def scatter_into_sum(self, node: Node) -> None:
+        """Let a sum be a scatter into one of its operands."""
+        (total,) = node.writes
+        for array, scattered in (self.operands(node), self.operands(node)[::-1]):
+            scatter = self.maker(scattered, "scatter-add")
+            if isinstance(array, Literal) or scatter is None or array == scattered:
+                continue
+            if self.is_for_sum(scatter) and self.are_alike((array, scattered, total)):
+                _, *others = self.operands(scatter)
+                (equation,) = scatter.equations
+                self.replace(total, self.bind(equation, [array, *others], node))
+                return
+
+    def is_for_sum(self, scatter: Node) -> bool:
+        """Whether it goes into zeros, and one node reads it."""
+        (scattered,), (into, *_) = scatter.writes, self.operands(scatter)
+        is_read_once = len(self.readers[scattered]) == 1
+        return is_read_once and not self.is_output(scattered) and self.is_zero(into)
+
+    def is_zero(self, value: Any) -> bool:
+        node = self.maker(value, "broadcast_in_dim")
+        filled = None if node is None else self.operands(node)[0]
+        return isinstance(filled, Literal) and not np.any(filled.value)
+
+    def are_alike(self, values: Iterable[int]) -> bool:
+        """Whether they are of one shape, and of one type that may be summed so."""
+        kinds = {(self.values[v].shape, self.values[v].dtype) for v in values}
+        return len(kinds) == 1 and kinds.pop()[1] in DTYPES
