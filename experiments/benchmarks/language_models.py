@@ -58,11 +58,11 @@ CASES = {
     "lora_1b_int8": Case("1b", "lora", "int8", 1, 256, "800MiB"),
     "lora_3b_int4": Case("3b", "lora", "int4", 1, 256, "1800MiB"),
     "lora_135m_int4": Case("135m", "lora", "int4", 2, 512, "768MiB"),
-    "full_125m": Case("125m", "full", None, 1, 1024, "768MiB"),
+    "full_125m": Case("125m", "full", None, 1, 1024, "512MiB"),
 }
 ONLY = flags.DEFINE_list("cases", list(CASES), "Cases that are measured.")
 STEPS = flags.DEFINE_integer("steps", 6, "Steps of each; the first compiles.")
-TIME_LIMIT = flags.DEFINE_float("time_limit", 20.0, "Seconds for the planner.")
+TIME_LIMIT = flags.DEFINE_float("time_limit", 6.0, "Seconds for the planner.")
 CHILD = flags.DEFINE_string("child", None, "For the program's own children.")
 result_flags("language_models")
 

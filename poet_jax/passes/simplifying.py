@@ -16,6 +16,7 @@ from jax import lax
 
 from poet_jax.core.equation import Literal
 from poet_jax.core.graph import Graph, Node
+from poet_jax.passes.operations import HEAVY
 from poet_jax.passes.rewriter import Rewriter
 
 # A scatter into zeros sums small numbers first, which types of fewer bits need.
@@ -73,15 +74,15 @@ class _Simplifier(Rewriter):
         self.replace(node.writes[0], operand)
 
     def read_untransposed(self, node: Node) -> None:
-        """Let a product of matrices read those of which it reads the transpose."""
+        """Let a product read the matrices of which it reads the transpose."""
         (equation,) = node.equations
         contracted, stacked = equation.params["dimension_numbers"]
         operands, axes = self.operands(node), list(contracted)
-        if any(stacked) or any(len(x.shape) != 2 for x in equation.operand_shapes):
+        if any(stacked):
             return
         for side, operand in enumerate(operands):
             inner = self.maker(operand, "transpose")
-            if inner is not None:
+            if inner is not None and len(self.values[operand].shape) == 2:
                 (operands[side],) = self.operands(inner)
                 axes[side] = tuple(1 - axis for axis in axes[side])
         if operands == self.operands(node):
@@ -98,11 +99,29 @@ class _Simplifier(Rewriter):
             scatter = self.maker(scattered, "scatter-add")
             if isinstance(array, Literal) or scatter is None or array == scattered:
                 continue
+            if self.is_of_stored(array):
+                continue
             if self.is_for_sum(scatter) and self.are_alike((array, scattered, total)):
                 _, *others = self.operands(scatter)
                 (equation,) = scatter.equations
                 self.replace(total, self.bind(equation, [array, *others], node))
                 return
+
+    def is_of_stored(self, array: int) -> bool:
+        """Whether light operations make it of state on storage, which `stream_state`
+        would have go from block to block, with the scatter."""
+        todo, seen = [array], {array}
+        while todo:
+            value = todo.pop()
+            if value in self.graph.stored:
+                return True
+            node = self.maker(value)
+            if node is None or node.equations[0].primitive.name in HEAVY:
+                continue
+            reads = {x for x in self.operands(node) if not isinstance(x, Literal)}
+            todo.extend(reads - seen)
+            seen |= reads
+        return False
 
     def is_for_sum(self, scatter: Node) -> bool:
         """Whether it goes into zeros, and one node reads it."""

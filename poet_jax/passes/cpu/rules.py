@@ -10,7 +10,7 @@ from typing import Any
 from poet_jax.core.equation import Equation
 from poet_jax.core.graph import Graph
 from poet_jax.core.rebuilding import map_equations
-from poet_jax.passes.cpu import convolution, depthwise, pooling, sums
+from poet_jax.passes.cpu import convolution, depthwise, pooling, products, sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +72,13 @@ RULES = (
         pooling.by_comparison,
         "16 x 64 x 64 x 32 in windows of 2 x 2: 1.6 ms and 0.5 MiB instead of 8.5 ms "
         "and 44 MiB; same bits where windows do not overlap",
+    ),
+    Rule(
+        "large_product",
+        products.is_large_sum,
+        products.by_matrices,
+        "16 x 64 x 16,384 by 16 x 64 x 768: no copy of 64 MiB, 171 ms instead of 190; "
+        "below 16 MiB the copy saves time",
     ),
     Rule(
         "short_sum",
