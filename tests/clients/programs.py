@@ -1,17 +1,18 @@
 """Clients that are whole programs: solvers, agents, inference and generative models."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import optax
-from clients.case import KEY, Client, client, normal
+from clients.case import Client, client, normal
 from jax import lax
 
 
-def dense(key, sizes):
-    keys = jax.random.split(key, len(sizes))
+def dense(*sizes):
     return [
-        (jax.random.normal(k, (a, b)) / a**0.5, jnp.zeros(b))
-        for k, a, b in zip(keys, sizes[:-1], sizes[1:], strict=False)
+        (normal(a, b, seed=a) / a**0.5, jnp.zeros(b))
+        for a, b in itertools.pairwise(sizes)
     ]
 
 
@@ -92,7 +93,7 @@ def an_adaptive_solver_and_its_adjoint():
         return descended(layers, gradients), value
 
     batches = [normal(16, 4, seed=n) for n in (1, 2)]
-    return Client(step, dense(KEY, (4, 16, 4)), batches)
+    return Client(step, dense(4, 16, 4), batches)
 
 
 @client
@@ -157,8 +158,7 @@ def ppo_whole_in_a_scan():
     def step(carried, batch):
         return lax.scan(update, carried, None, 2)
 
-    keys = jax.random.split(KEY)
-    params = {"actor": dense(keys[0], (2, 16, 1)), "critic": dense(keys[1], (2, 16, 1))}
+    params = {"actor": dense(2, 16, 1), "critic": dense(2, 16, 1)}
     world_state = normal(8, seed=1), normal(8, seed=2)
     state = params, optimizer.init(params), world_state, jax.random.key(3)
     return Client(step, state, [None, None])
@@ -218,11 +218,7 @@ def a_vae_whose_epoch_is_a_fori_loop():
         *state, total = lax.fori_loop(0, 2, body, (*state, jnp.float32(0)))
         return tuple(state), total
 
-    keys = jax.random.split(KEY)
-    params = {
-        "encoder": dense(keys[0], (20, 24, 8)),
-        "decoder": dense(keys[1], (4, 24, 20)),
-    }
+    params = {"encoder": dense(20, 24, 8), "decoder": dense(4, 24, 20)}
     state = params, optimizer.init(params), jax.random.key(2)
     return Client(step, state, [None, None])
 
@@ -274,12 +270,12 @@ def a_unet_with_linear_attention():
     return Client(step, (params, jax.random.key(4)), batches)
 
 
-def noisy_layers(key):
+def noisy_layers(key, count=1):
     """A step with a key in its state, of whatever kind."""
 
     def step(state, x):
         weights, key = state
-        key, *draws = jax.random.split(key, 3)
+        key, *draws = jax.random.split(key, count + 1)
 
         def loss(weights):
             hidden = x
@@ -291,7 +287,7 @@ def noisy_layers(key):
         value, gradients = jax.value_and_grad(loss)(weights)
         return (descended(weights, gradients), key), value
 
-    weights = [normal(24, 24, seed=n) / 5 for n in range(2)]
+    weights = [normal(24, 24, seed=n) / 5 for n in range(count)]
     return Client(step, (weights, key), [normal(128, 24, seed=n) for n in (5, 6)])
 
 
@@ -302,7 +298,7 @@ def keys_of_the_old_kind():
 
 @client
 def keys_of_the_new_kind():
-    return noisy_layers(jax.random.key(0))
+    return noisy_layers(jax.random.key(0), count=2)
 
 
 @client

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from boards import FLAGS, assert_alike, built, normal, results, scheduled
+from boards import FLAGS, assert_alike, built, compiled, normal, results, run, scheduled
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
@@ -333,7 +333,8 @@ def test_a_kernel_computes_what_jax_does(kind, seed):
     """Many random cases, as one program."""
     rng = np.random.default_rng(seed)
     with tempfile.TemporaryDirectory() as folder:
-        count = 8 if kind == "order" else 25  # XLA takes long to compile a sort
+        # XLA takes long to compile a sort, and windows.
+        count = {"order": 8, "convolution": 12, "window": 12}.get(kind, 25)
         cases = [KERNELS[kind](rng) for _ in range(count)]
         assert_alike(cases, pathlib.Path(folder))
 
@@ -348,9 +349,7 @@ def test_random_numbers_are_those_of_jax(tmp_path):
     arguments = jax.random.key(7), np.ones((5, 7), np.float32)
     schedule = scheduled(function, *arguments)
     project = poet_jax.emit.c(schedule, tmp_path, arguments)
-    command = ["gcc", *FLAGS, *tmp_path.glob("*.c"), "-o", tmp_path / "program", "-lm"]
-    subprocess.run(command, check=True)
-    done = subprocess.run([tmp_path / "program"], check=True, capture_output=True)
+    done = subprocess.run([compiled(tmp_path)], check=True, capture_output=True)
     assert project.arena_bytes and float(done.stdout.split()[-1]) < 1e-6
 
 
@@ -410,7 +409,7 @@ def test_no_two_buffers_that_are_alive_overlap(drawn):
         assert offset % x.itemsize == 0 and offset + x.nbytes <= arena.nbytes
 
 
-def perceptron(key=0, sizes=(24, 16, 16, 16, 10), batch=96):
+def perceptron(key=0, sizes=(24, 16, 16, 10), batch=96):
     """(loss, parameters, inputs, labels)."""
     rng = np.random.default_rng(key)
     parameters = [
@@ -464,15 +463,17 @@ def test_one_plan_has_one_text(tmp_path):
 
 BUDGETS = {
     "all of it": dict(budget="100%"),
-    "paging": dict(budget="70%", planner=poet_jax.MilpPlanner(remat=False)),
+    "paging": dict(budget="78%", planner=poet_jax.MilpPlanner(remat=False)),
     "remat": dict(budget="90%", planner=poet_jax.MilpPlanner(paging=False)),
 }
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize(
+    ("optimizer", "budget"),
+    [("sgd", "paging"), *(("adam", budget) for budget in BUDGETS)],
+)
 def test_three_steps_are_those_of_jax_in_the_memory_of_the_plan(
-    budget, optimizer, tmp_path
+    optimizer, budget, tmp_path
 ):
     optimizer = {"sgd": optax.sgd(0.1, 0.9), "adam": optax.adam(1e-2)}[optimizer]
     loss, parameters, x, labels = perceptron()
@@ -484,10 +485,10 @@ def test_three_steps_are_those_of_jax_in_the_memory_of_the_plan(
         assert schedule.program.recomputed
     if budget == "paging":
         assert schedule.usage.bytes_paged_in
-    project = poet_jax.emit.c(schedule, tmp_path, arguments)
+    project = built(schedule, tmp_path, arguments)
     assert project.plan_bytes == schedule.usage.peak_bytes
     assert project.arena_bytes <= 1.05 * project.plan_bytes
-    found = results(schedule, tmp_path, arguments, steps=3)
+    found = run(schedule, tmp_path, steps=3)
     new, state = arguments[:2]
     for _ in range(3):
         new, state, value = jax.jit(step)(new, state, x, labels)
@@ -527,7 +528,7 @@ def test_frozen_arguments_lie_in_flash(tmp_path):
     frozen_bytes = sum(x.nbytes for x in jax.tree.leaves(parameters[:-1]))
     assert project.constant_bytes == frozen_bytes
     assert project.arena_bytes <= 1.05 * (schedule.usage.peak_bytes - frozen_bytes)
-    found = results(schedule, tmp_path, arguments, flash_argnums=1)
+    found = run(schedule, tmp_path)
     expected = jax.tree.leaves(jax.jit(step)(*arguments))
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
@@ -541,23 +542,20 @@ def test_the_project_says_itself_that_a_step_is_right(tmp_path):
 
     x = np.ones((3, 4), np.float32)
     project = poet_jax.emit.c(scheduled(function, x), tmp_path, [x])
-    command = ["gcc", *FLAGS, *tmp_path.glob("*.c"), "-o", tmp_path / "program", "-lm"]
-    subprocess.run(command, check=True)
     done = subprocess.run(
-        [tmp_path / "program"], check=True, capture_output=True, text=True
+        [compiled(tmp_path)], check=True, capture_output=True, text=True
     )
     assert f"arena {project.arena_bytes} bytes" in done.stdout
     small = f"-DPOET_RAM_BYTES={project.arena_bytes - 1}"
-    refused = subprocess.run([*command, small], capture_output=True, text=True)
-    assert "does not fit" in refused.stderr
+    command = ["gcc", *FLAGS, small, "-fsyntax-only", tmp_path / "poet_step.c"]
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert refused.returncode and "does not fit" in refused.stderr
 
 
-@pytest.mark.parametrize(
-    "right, wrong",
-    [("1.5f, 1.5f", "1.5f, 1.51f"), ("-INFINITY", "0.0f"), ("9e4f", "NAN")],
-    ids=["small", "finite", "nan"],
-)
-def test_the_project_says_itself_that_one_result_is_wrong(right, wrong, tmp_path):
+WRONG = {"1.5f, 1.5f": "1.5f, 1.51f", "-INFINITY": "0.0f", "9e4f": "NAN"}
+
+
+def test_the_project_says_itself_that_one_result_is_wrong(tmp_path):
     """However large the others are."""
 
     def function(x):
@@ -567,12 +565,12 @@ def test_the_project_says_itself_that_one_result_is_wrong(right, wrong, tmp_path
     poet_jax.emit.c(scheduled(function, x), tmp_path, [x])
     vector = tmp_path / "poet_vector.c"
     text = vector.read_text().replace("90000.0f", "9e4f")
-    assert right in text
-    for expected, status in ((text, 0), (text.replace(right, wrong, 1), 1)):
-        vector.write_text(expected)
-        command = ["gcc", *FLAGS, *tmp_path.glob("*.c"), "-o", tmp_path / "program"]
-        subprocess.run([*command, "-lm"], check=True)
-        assert subprocess.run([tmp_path / "program"]).returncode == status
+    vector.write_text(text)
+    assert subprocess.run([compiled(tmp_path)]).returncode == 0
+    for right, wrong in WRONG.items():
+        assert right in text
+        vector.write_text(text.replace(right, wrong, 1))
+        assert subprocess.run([compiled(tmp_path)]).returncode == 1, right
 
 
 def refusal(error, function, *arguments, **options):

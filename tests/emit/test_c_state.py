@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from boards import FLAGS, normal, results, scheduled
+from boards import compiled, normal, results, scheduled
 
 import poet_jax
 
@@ -95,9 +95,7 @@ def program(folder, width):
     schedule = scheduled(step, *arguments, donate_argnums=(0, 2))
     poet_jax.emit.c(schedule, folder, arguments)
     (folder / "main.c").write_text(DRIVER)
-    command = ["gcc", *FLAGS, *folder.glob("*.c"), "-o", folder / "program", "-lm"]
-    subprocess.run(command, check=True)
-    return folder / "program"
+    return compiled(folder)
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,12 @@ def test_a_plan_that_writes_to_references_is_not_exported_before_it_is_compiled(
         return x.sum()
 
     x = jnp.ones(8)
-    scheduled = poet_jax.schedule(accumulate, "1MiB", planner=poet_jax.keep_all)
+    scheduled = poet_jax.schedule(
+        accumulate,
+        "1MiB",
+        device=poet_jax.devices.RASPBERRY_PI_4,
+        planner=poet_jax.keep_all,
+    )
     with pytest.raises(poet_jax.PlanInvalid, match="references.*plan.*export"):
         scheduled.plan_for_board(jax.new_ref(x), x).export()
 

@@ -245,25 +245,25 @@ def test_train(tmp_path, capsys, model, dataset, framework, planner, budget):
 
 def test_training_says_what_a_device_would_have_spent(tmp_path, capsys):
     """A board of one's own, in its RAM: joules and epochs by the plan that was run."""
-    board = dataclasses.replace(poet_jax.devices.STM32F746, ram_bytes=1600 * 2**10)
+    board = dataclasses.replace(poet_jax.devices.STM32F746, ram_bytes=160 * 2**10)
     board.save(tmp_path / "board.toml")
     run_train(
         tmp_path,
-        model="bert2:layers=1,width=32,length=32",
-        dataset="text",
+        model="mlp:width=32",
+        dataset="digits",
         device=str(tmp_path / "board.toml"),
         planner="paging_only",
-        batch_size=16,
+        batch_size=128,
         steps=2,
         battery_wh=2.0,
     )
     spent = json.loads((tmp_path / "device.json").read_text())
-    examples = len(load_dataset("text", length=32).inputs)
+    examples = len(load_dataset("digits").inputs)
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["budget"]["memory_bytes"] == board.ram_bytes
     assert spent["joules_per_step"] == pytest.approx(plan["plan"]["objective"])
     assert spent["joules_per_epoch"] == pytest.approx(
-        math.ceil(examples / 16) * spent["joules_per_step"]
+        math.ceil(examples / 128) * spent["joules_per_step"]
     )
     assert spent["steps_per_battery"] == 7200 / spent["joules_per_step"]
     assert spent["bytes_written_per_step"] > 0
@@ -331,7 +331,7 @@ def test_bad_flags_end_with_a_message(tmp_path, values, says):
 
 
 def test_the_demo_runs(tmp_path):
-    flags = ("--model=cnn:width=8", "--batch_size=8", "--steps=2", "--time_limit=2")
+    flags = ("--model=mlp:width=16", "--batch_size=8", "--steps=2", "--time_limit=1")
     output = run_module("demo", tmp_path, "--budget=90%", *flags)
     assert "bytes compiled, XLA's own count" in output
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")

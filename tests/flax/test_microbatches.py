@@ -30,25 +30,22 @@ def with_errors(model, batch):
 
 
 class Linen(nn.Module):
-    norm: type[nn.Module] = nn.LayerNorm
     dropout: float = 0.0
+    normed: bool = False
 
     @nn.compact
     def __call__(self, x, train):
-        kind = {} if self.norm is nn.LayerNorm else {"use_running_average": not train}
-        x = self.norm(**kind)(nn.Dense(64)(x))
-        x = nn.Dropout(self.dropout, deterministic=not train)(nn.gelu(x))
+        x = nn.tanh(nn.Dense(64)(x))
+        if self.normed:
+            x = nn.BatchNorm(use_running_average=not train)(x)
+        x = nn.Dropout(self.dropout, deterministic=not train)(x)
         return nn.Dense(4)(x)
 
 
-def nnx_model(norm=nnx.LayerNorm):
+def nnx_model(*norms):
     rngs = nnx.Rngs(0)
-    return nnx.Sequential(
-        nnx.Linear(32, 64, rngs=rngs),
-        norm(64, rngs=rngs),
-        nnx.gelu,
-        nnx.Linear(64, 4, rngs=rngs),
-    )
+    first, last = nnx.Linear(32, 64, rngs=rngs), nnx.Linear(64, 4, rngs=rngs)
+    return nnx.Sequential(first, nnx.tanh, *norms, last)
 
 
 def trained(library, budget="100%", batch=BATCH, loss_fn=with_errors, **options):
@@ -73,7 +70,7 @@ def trained_at_once(library):
 
 
 @pytest.mark.parametrize("library", ["nnx", "linen"])
-@pytest.mark.parametrize("count", [2, 4, 16])
+@pytest.mark.parametrize("count", [2, 16])
 def test_gradients_of_the_parts_are_those_of_the_batch(library, count):
     expected = trained_at_once(library)
     found = trained(library, microbatches=count)[:2]
@@ -100,19 +97,23 @@ def test_auto_takes_the_fewest_that_fit(library):
 
 
 def test_each_part_has_dropout_of_its_own():
-    same = jnp.ones((4, 32)), jnp.ones((4, 4))
+    def loss_fn(model, batch):
+        y = model(batch[0])
+        return jnp.mean(y), y[:, 0]
+
+    same = jnp.ones((2, 32)), jnp.ones((2, 4))
     step = poet_jax.train_step(
         Linen(dropout=0.5),
         "1GiB",
-        loss_fn=lambda model, batch: (jnp.mean(model(batch[0])), model(batch[0])[:, 0]),
-        microbatches=4,
+        loss_fn=loss_fn,
+        microbatches=2,
         executor=STAGES,
         optimizer=SGD,
         **OPTIONS,
     )
     state = step.init(jax.random.key(0), same)
     _, metrics = step(state, same)
-    assert len(set(np.asarray(metrics["aux"]).tolist())) == 4
+    assert len(set(np.asarray(metrics["aux"]).tolist())) == 2
 
 
 def refused(library, batch=BATCH, model=None, loss_fn=with_errors, **options):
@@ -128,8 +129,9 @@ def refused(library, batch=BATCH, model=None, loss_fn=with_errors, **options):
 
 @pytest.mark.parametrize("library", ["nnx", "linen"])
 def test_what_parts_would_compute_otherwise_is_refused_by_name(library):
-    norm = {"nnx": nnx_model(nnx.BatchNorm), "linen": Linen(nn.BatchNorm)}[library]
-    error = refused(library, model=norm, microbatches=2)
+    norm = nnx.BatchNorm(64, rngs=nnx.Rngs(0))
+    normed = {"nnx": nnx_model(norm), "linen": Linen(normed=True)}[library]
+    error = refused(library, model=normed, microbatches=2)
     assert_three_sentences(error, "mean", "microbatches=1")
     assert_three_sentences(refused(library, microbatches=3), "(16, 32)", "3 equal")
 

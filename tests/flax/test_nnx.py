@@ -19,23 +19,20 @@ schedule = functools.partial(poet_jax.nnx.schedule, **OPTIONS)
 LORA, NORM = lora(2), Update({"**/kernel": 0.5}, channels="norm")
 TIGHT = "80%"  # every model below repeats or pages something within it
 IMAGES = jax.random.normal(jax.random.key(0), (4, 6, 6, 3))
-TOKENS = jax.random.randint(jax.random.key(1), (4, 8), 0, 16)
+TOKENS = jax.random.randint(jax.random.key(1), (16, 8), 0, 16)
 VECTORS = jax.random.normal(jax.random.key(2), (1024, 8))
 LABELS = jnp.arange(4) % 3
 
 
 class Block(nnx.Module):
-    """Two convolutions with BatchNorm beside a shortcut."""
+    """A convolution with BatchNorm beside a shortcut."""
 
     def __init__(self, width, rngs):
-        self.conv1 = nnx.Conv(width, width, (3, 3), use_bias=False, rngs=rngs)
-        self.norm1 = nnx.BatchNorm(width, rngs=rngs)
-        self.conv2 = nnx.Conv(width, width, (3, 3), use_bias=False, rngs=rngs)
-        self.norm2 = nnx.BatchNorm(width, rngs=rngs)
+        self.conv = nnx.Conv(width, width, (3, 3), use_bias=False, rngs=rngs)
+        self.norm = nnx.BatchNorm(width, rngs=rngs)
 
     def __call__(self, x):
-        y = nnx.relu(self.norm1(self.conv1(x)))
-        return nnx.relu(x + self.norm2(self.conv2(y)))
+        return nnx.relu(x + self.norm(self.conv(x)))
 
 
 class ResNet(nnx.Module):
@@ -54,19 +51,15 @@ class ResNet(nnx.Module):
 class Layer(nnx.Module):
     def __init__(self, width, rngs):
         self.attention = nnx.MultiHeadAttention(2, width, decode=False, rngs=rngs)
-        self.norm1 = nnx.LayerNorm(width, rngs=rngs)
-        self.up = nnx.Linear(width, 4 * width, rngs=rngs)
-        self.down = nnx.Linear(4 * width, width, rngs=rngs)
-        self.norm2 = nnx.LayerNorm(width, rngs=rngs)
+        self.norm = nnx.LayerNorm(width, rngs=rngs)
         self.dropout = nnx.Dropout(0.2, rngs=rngs)
 
     def __call__(self, x):
-        x = x + self.attention(self.norm1(x))
-        return x + self.dropout(self.down(nnx.gelu(self.up(self.norm2(x)))))
+        return x + self.dropout(self.attention(self.norm(x)))
 
 
 class Transformer(nnx.Module):
-    """A layer with Dropout; the embedding is the output projection too."""
+    """Attention with Dropout; the embedding is the output projection too."""
 
     def __init__(self, rngs):
         self.embed = nnx.Embed(16, 8, rngs=rngs)
@@ -82,7 +75,7 @@ class Transformer(nnx.Module):
 class MLP(nnx.Module):
     def __init__(self, rngs, dtype=jnp.float32, dropout=0.0):
         make = functools.partial(nnx.Linear, rngs=rngs, param_dtype=dtype)
-        self.layers = nnx.List([make(8, 32), make(32, 32), make(32, 8)])
+        self.layers = nnx.List([make(8, 8), make(8, 8)])
         self.dropout = nnx.Dropout(dropout, rngs=rngs)
 
     def __call__(self, x):
@@ -181,10 +174,9 @@ def test_twenty_steps_of_sgd_are_those_of_nnx_jit(name):
     assert_trains_alike(*MODELS[name], optax.sgd(0.05))
 
 
-@pytest.mark.parametrize("name", ["mlp", "tied"])
-def test_the_first_steps_gradients_are_jaxs(name):
+def test_the_first_steps_gradients_are_jaxs():
     """One step of SGD with rate 1 subtracts the gradient."""
-    make_model, loss_fn, batch = MODELS[name]
+    make_model, loss_fn, batch = MODELS["tied"]
     model, before = make_model(nnx.Rngs(0)), make_model(nnx.Rngs(0))
     plain = nnx.jit(nnx.grad(loss_fn))
     expected = nnx.to_pure_dict(plain(make_model(nnx.Rngs(0)), batch))
@@ -208,10 +200,11 @@ def decay_mask(params):
 
 
 OPTIMIZERS = {
-    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.sgd(0.1)),
-    "scheduled": optax.sgd(optax.cosine_decay_schedule(0.1, 20), momentum=0.9),
+    "clipped and scheduled": optax.chain(
+        optax.clip_by_global_norm(0.1),
+        optax.sgd(optax.cosine_decay_schedule(0.1, 20), momentum=0.9),
+    ),
     "masked": optax.adamw(3e-3, weight_decay=0.1, mask=decay_mask),
-    "accumulated": optax.MultiSteps(optax.sgd(0.1), every_k_schedule=3),
 }
 
 
@@ -423,7 +416,7 @@ def test_what_a_loss_fn_changes_in_the_model_stays_changed():
 
 class Replaced(MLP):
     def __call__(self, x):
-        self.layers[0] = nnx.Linear(8, 32, rngs=nnx.Rngs(1))
+        self.layers[0] = nnx.Linear(8, 8, rngs=nnx.Rngs(1))
         return super().__call__(x)
 
 
@@ -446,10 +439,10 @@ def test_a_loss_fn_that_changes_what_is_trained_is_refused(kind, options):
 
 
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("accumulated", [False, True])
-def test_an_optimizer_that_looks_at_the_loss_is_given_it(accumulated):
+def test_an_optimizer_that_looks_at_the_loss_is_given_it():
+    """Also where it is called every other step."""
     tx = optax.chain(optax.sgd(0.05), optax.contrib.reduce_on_plateau(patience=1))
-    tx = optax.MultiSteps(tx, 2).gradient_transformation() if accumulated else tx
+    tx = optax.MultiSteps(tx, 2).gradient_transformation()
     options = {"optimizer": tx, "loss_fn": lambda m, b: jnp.mean((m(b[0]) - b[1]) ** 2)}
     model, other = MLP(nnx.Rngs(0)), MLP(nnx.Rngs(0))
     step = train_step(model, "1GiB", **options)

@@ -23,7 +23,7 @@ ONE_PROCESS = True
 if CASE in os.environ:
     jax.config.update("jax_num_cpu_devices", 8)
 
-LAYERS, WIDTH, ROWS = 4, 64, 4096
+LAYERS, WIDTH, ROWS = 3, 64, 4096
 optimizer = optax.adam(1e-3)
 
 
@@ -114,16 +114,13 @@ def assert_close(found, expected):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("budget", ["75%", "least"])
 @pytest.mark.parametrize(
     "make", [data_parallel, fully_sharded, tensor_parallel, explicit]
 )
-def test_each_device_keeps_to_the_budget_with_the_same_numbers(make, budget):
+def test_each_device_keeps_to_the_least_budget_with_the_same_numbers(make):
     args = make()
     expected = jax.jit(step)(*args)
-    if budget == "least":
-        budget = least_bytes(*args)
-    planned = scheduled(budget)
+    planned = scheduled(least_bytes(*args))
     schedule = planned.plan(*args)
     assert schedule.compiled_bytes <= schedule.budget.memory_bytes
     assert needed_bytes(schedule.compile().xla) <= schedule.budget.memory_bytes
@@ -216,8 +213,8 @@ def test_a_plan_goes_into_the_body_of_a_shard_map(check_vma, axis_type):
 
     params = jax.tree.map(put, init(), specs)
     x = put(jax.random.normal(jax.random.key(1), (ROWS, WIDTH)), P("data"))
-    planner = poet_jax.MilpPlanner(time_limit_seconds=2)
-    planned = poet_jax.schedule(train, "50%", device=DEVICE, planner=planner)
+    options = {"device": DEVICE, "planner": poet_jax.greedy}
+    planned = poet_jax.schedule(train, "50%", **options)
     made = planned.plan(params, x)
     assert len(made.graph.nodes) > 8 * LAYERS
     assert made.compiled_bytes <= made.budget.memory_bytes
@@ -288,6 +285,7 @@ def test_a_step_is_planned_for_the_devices_that_its_arrays_lie_on():
     for args in (alone, alone, data_parallel(), fully_sharded(), alone):
         assert_close(planned(*args), jax.jit(step)(*args))
         schedule = planned.plan(*args)
+        assert schedule.compiled_bytes <= schedule.budget.memory_bytes
         assert schedule.graph.devices == (1 if args is alone else 8)
         assert planned.last_run.peak_bytes == schedule.compiled_bytes
 

@@ -60,7 +60,7 @@ def test_a_step_on_storage_gives_jits_numbers_within_the_budget(name, budget, st
 
 
 def test_the_budget_may_be_a_fraction_of_the_state():
-    init, step = case(layers=6)
+    init, step = case(layers=5)
     store = poet_jax.HostStore()
     state = poet_jax.init_paged(init, store, jax.random.key(0), min_bytes=4096)
     least = schedule(step, 1, store, planner=poet_jax.MilpPlanner())
@@ -191,10 +191,7 @@ def test_keys_may_be_beside_state_on_storage(store):
         return table + jax.random.normal(given[0], table.shape), keys
 
     state = jnp.zeros((4096, 1100)), jax.random.split(jax.random.key(0), 2)
-    executor = poet_jax.HostExecutor(store)
-    paged = poet_jax.schedule(
-        step, "100%", executor=executor, planner=poet_jax.greedy, donate_argnums=0
-    )
+    paged = schedule(step, "100%", store)
     stored, expected = poet_jax.to_storage(state, store), jax.jit(step)(state)
     table, keys = paged(stored)
     np.testing.assert_array_equal(table, expected[0])
@@ -355,8 +352,8 @@ def test_embeddings_from_storage_are_the_same(
 def test_a_table_larger_than_the_budget_is_an_embedding():
     """Of nnx: its rows are gathered and its gradient is applied block by block."""
     store = poet_jax.HostStore()
-    optimizer = optax.adam(1e-2)
-    layer = nnx.Embed(2**17, 256, rngs=nnx.Rngs(0))
+    optimizer = optax.sgd(1e-2, momentum=0.9)
+    layer = nnx.Embed(100_000, 256, rngs=nnx.Rngs(0))
     graphdef, params = nnx.split(layer)
 
     def step(state, ids):
@@ -369,15 +366,15 @@ def test_a_table_larger_than_the_budget_is_an_embedding():
         updates, moments = optimizer.update(gradient, moments, params)
         return (optax.apply_updates(params, updates), moments), value
 
-    ids = jax.random.randint(jax.random.key(0), (8, 32), 0, 2**17)
+    ids = jax.random.randint(jax.random.key(0), (8, 32), 0, 100_000)
     state = params, optimizer.init(params)
     expected, loss = jax.jit(step)(state, ids)
     paged_state = poet_jax.to_storage(state, store, 2**16)
-    planned = schedule(step, "110MB", store)  # the table takes 134
+    planned = schedule(step, "90MB", store)  # the table takes 102
     state, got = planned(paged_state, ids)
     np.testing.assert_allclose(got, loss, rtol=1e-6)
     assert_close(state, expected)
-    assert planned.last_run.peak_bytes <= 110_000_000
+    assert planned.last_run.peak_bytes <= 90_000_000
 
 
 def test_streamed_updates_take_the_room_of_a_block():
