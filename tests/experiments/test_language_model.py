@@ -123,7 +123,7 @@ def tiny_step(folder, update, optimizer="adamw", config=TINY):
     model = make(dataclasses.replace(config, layers=1))
     return poet_jax.train_step(
         model,
-        "85%",
+        "80%",
         loss_fn=loss_fn,
         optimizer=train.optimizer_of(optimizer, 2e-2, SETTINGS["steps"]),
         update=train.update_of(update, 2, model),
