@@ -136,36 +136,28 @@ def walk(program: Program) -> Iterator[Moment]:
                 present.update(new)
                 yield Moment(x, present, new, olds, not leaving.isdisjoint(olds))
                 leaving.difference_update(olds)
-            case PageOut(value) | PageIn(value) | Free(value) if not (
-                0 <= value < len(values)
-            ):
-                raise _invalid(f"has {x!r}, {_extent(graph)}")
+            case Free(value):
+                if value not in present or value in pinned:
+                    raise _refused(graph, x, "frees {}, which is not there to be freed")
+                yield Moment(x, present, (), (value,), value in leaving)
+                present.remove(value)
+                leaving.discard(value)
             case PageOut(value):
                 if value not in present:
-                    raise _invalid(f"pages out {values[value].name!r}, not in RAM")
+                    raise _refused(graph, x, "pages out {}, not in RAM")
                 if value in stored:
-                    raise _invalid(f"pages out {values[value].name!r} twice")
+                    raise _refused(graph, x, "pages out {} twice")
                 if not values[value].pageable:
-                    raise _invalid(
-                        f"pages out {values[value].name!r}, which may not be paged"
-                    )
+                    raise _refused(graph, x, "pages out {}, which may not be paged")
                 stored.add(value)
                 leaving.add(value)
                 yield Moment(x, present)
             case PageIn(value):
                 if value not in stored:
-                    name = values[value].name
-                    raise _invalid(f"pages in {name!r}, which was not paged out")
+                    raise _refused(graph, x, "pages in {}, which was not paged out")
                 new = [] if value in present else [value]
                 present.update(new)
                 yield Moment(x, present, new)
-            case Free(value):
-                if value not in present or value in pinned:
-                    name = values[value].name
-                    raise _invalid(f"frees {name!r}, which is not there to be freed")
-                yield Moment(x, present, (), (value,), value in leaving)
-                present.remove(value)
-                leaving.discard(value)
     if done != every:
         raise _invalid("does not run every node")
     if not stored.issuperset(graph.landing):
@@ -178,6 +170,12 @@ def _refuse_early(graph: Graph, x: Run, present: Set[int]) -> None:
     missing = next(v for v in x.reads if v not in present)
     node = next(graph.nodes[n] for n in x.nodes if missing in graph.nodes[n].reads)
     raise _invalid(f"runs {node.name!r} before {graph.values[missing].name!r}")
+
+
+def _refused(graph: Graph, x: Free | PageOut | PageIn, problem: str) -> PlanInvalid:
+    if not 0 <= x.value < len(graph.values):
+        return _invalid(f"has {x!r}, {_extent(graph)}")
+    return _invalid(problem.format(repr(graph.values[x.value].name)))
 
 
 def _extent(graph: Graph) -> str:
@@ -193,10 +191,12 @@ def _invalid(problem: str) -> PlanInvalid:
 
 
 def lower(graph: Graph, plan: Plan) -> Program:
-    """The program of a plan, with every `Free`. Raises PlanInvalid; see
-    `lower_actions`."""
+    """The program of a plan, with every `Free`. Raises PlanInvalid as `walk` does."""
     plan = checked(graph, plan, getattr(plan, "planner", "The planner"))
-    return lower_actions(graph.with_resident(plan.resident), plan.actions)
+    program = lower_actions(graph.with_resident(plan.resident), plan.actions)
+    for _ in walk(program):
+        pass
+    return program
 
 
 def lower_actions(graph: Graph, actions: Sequence[Action]) -> Program:
@@ -204,7 +204,7 @@ def lower_actions(graph: Graph, actions: Sequence[Action]) -> Program:
     is dropped, or where the actions have it.
 
     A value is dropped where it is produced again or paged in again, and at the end of
-    the step unless it is an output. Raises PlanInvalid for what `walk` refuses.
+    the step unless it is an output. `walk` says whether the program can run.
     """
     free_after: list[list[int]] = [[] for _ in range(len(actions) + 1)]
     last_use = {v: 0 for v in graph.initial}  # position after which it may go
@@ -242,10 +242,7 @@ def lower_actions(graph: Graph, actions: Sequence[Action]) -> Program:
         elif not isinstance(action, Free):
             instructions.append(action)
         instructions.extend(map(Free, free_after[position]))
-    program = Program(graph, _in_place(graph, instructions))
-    for _ in walk(program):
-        pass  # it refuses what cannot run
-    return program
+    return Program(graph, _in_place(graph, instructions))
 
 
 def _in_place(

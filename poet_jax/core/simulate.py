@@ -68,7 +68,10 @@ class Lanes:
     """
 
     def __init__(self, costs: Costs):
-        self.costs = costs
+        self._contention = costs.contention
+        self._seconds = costs.seconds.tolist()  # quicker to read than arrays
+        self._out_seconds = costs.page_out_seconds.tolist()
+        self._in_seconds = costs.page_in_seconds.tolist()
         self.compute = self.storage = self.compute_seconds = 0.0
         self._arrival: dict[int, float] = {}
         self.departure: dict[int, float] = {}
@@ -77,7 +80,6 @@ class Lanes:
 
     def run(self, instruction: Instruction) -> tuple[float, float]:
         """(start, stop) seconds of the next instruction."""
-        costs = self.costs
         start = self.compute
         match instruction:
             case Run():
@@ -86,27 +88,27 @@ class Lanes:
                 for value, _ in instruction.over:
                     start = max(start, self.departure.pop(value, 0.0))
                 self.compute = start
-                seconds = sum(float(costs.seconds[n]) for n in instruction.nodes)
+                seconds = sum(self._seconds[n] for n in instruction.nodes)
                 self.compute_seconds += seconds
                 self._work(seconds)
                 return start, self.compute
-            case PageOut(value):
-                start = max(start, self._arrival.get(value, 0.0))
-                moved = self._move(start, float(costs.page_out_seconds[value]))
-                self.departure[value] = self.storage
-                return moved
-            case PageIn(value):
-                moved = self._move(start, float(costs.page_in_seconds[value]))
-                self._arrival[value] = self.storage
-                return moved
             case Free(value):
                 left = self.departure.pop(value, 0.0)
                 self.compute = max(start, left, self._arrival.pop(value, 0.0))
                 return start, self.compute
+            case PageOut(value):
+                start = max(start, self._arrival.get(value, 0.0))
+                moved = self._move(start, self._out_seconds[value])
+                self.departure[value] = self.storage
+                return moved
+            case PageIn(value):
+                moved = self._move(start, self._in_seconds[value])
+                self._arrival[value] = self.storage
+                return moved
 
     def _work(self, seconds: float) -> None:
         """Compute what takes so long without transfers."""
-        share = 1 - self.costs.contention
+        share = 1 - self._contention
         while self._transfers and share < 1:
             start, stop = self._transfers[0]
             alone = max(0.0, start - self.compute)
@@ -142,11 +144,10 @@ def simulate(program: Program, costs: Costs) -> Usage:
     """
     live_bytes = _live_bytes(program, costs)
     stored_bytes, paged_in, paged_out = _stored_bytes(program, costs)
-    starts, stops, joules = np.zeros((3, len(program.instructions)))
+    joules = _joules(program, costs)
     lanes = Lanes(costs)
-    for row, x in enumerate(program.instructions):
-        starts[row], stops[row] = lanes.run(x)
-        joules[row] = _joules(x, costs)
+    spans = [lanes.run(x) for x in program.instructions]
+    starts, stops = np.array(spans).reshape(-1, 2).T
     seconds = max(lanes.compute, lanes.storage)
     return Usage(
         peak_bytes=int(live_bytes.max(initial=_total(costs, program.graph.initial))),
@@ -172,16 +173,19 @@ def _live_bytes(program: Program, costs: Costs) -> np.ndarray:
     nbytes = costs.nbytes.tolist()
     workspaces = costs.workspace_bytes.tolist()
     live = _total(costs, program.graph.initial)
-    result = np.zeros(len(program.instructions), np.int64)
-    for row, moment in enumerate(walk(program)):
-        x = moment.instruction
-        before = live
-        live += sum(nbytes[v] for v in moment.arrives)
-        live -= sum(nbytes[v] for v in moment.leaves)
-        result[row] = before if isinstance(x, Free) else live
-        if isinstance(x, Run):
-            result[row] += max(workspaces[n] for n in x.nodes)
-    return result
+    result: list[int] = []
+    for instruction, _, arrives, leaves, _ in walk(program):
+        most = live
+        for value in arrives:
+            live += nbytes[value]
+        for value in leaves:
+            live -= nbytes[value]
+        if not isinstance(instruction, Free):
+            most = live
+        if isinstance(instruction, Run):
+            most += max([workspaces[n] for n in instruction.nodes])
+        result.append(most)
+    return np.array(result, np.int64)
 
 
 def _stored_bytes(program: Program, costs: Costs) -> tuple[int, int, int]:
@@ -202,16 +206,20 @@ def _stored_bytes(program: Program, costs: Costs) -> tuple[int, int, int]:
     return most, read, written
 
 
-def _joules(x: Instruction, costs: Costs) -> float:
-    match x:
-        case Run():
-            return sum(float(costs.joules[n]) for n in x.nodes)
-        case PageOut(value):
-            return float(costs.page_out_joules[value])
-        case PageIn(value):
-            return float(costs.page_in_joules[value])
-        case Free():
-            return 0.0
+def _joules(program: Program, costs: Costs) -> np.ndarray:
+    """[I] of each instruction."""
+    of_nodes = costs.joules.tolist()
+    outs, ins = costs.page_out_joules.tolist(), costs.page_in_joules.tolist()
+    result = np.zeros(len(program.instructions))
+    for row, x in enumerate(program.instructions):
+        match x:
+            case Run():
+                result[row] = sum(of_nodes[n] for n in x.nodes)
+            case PageOut(value):
+                result[row] = outs[value]
+            case PageIn(value):
+                result[row] = ins[value]
+    return result
 
 
 def alive_at_peak(

@@ -126,9 +126,13 @@ class Eviction:
         self.stages = Stages.of(judged.graph, judged.actions)
         energy = objective == "energy"
         watts = costs.static_watts if energy else 1.0
-        self.node_cost = (costs.joules if energy else 0) + watts * costs.seconds
-        self.in_cost = costs.page_in_joules if energy else costs.page_in_seconds
-        self.out_cost = costs.page_out_joules if energy else costs.page_out_seconds
+        node_cost = (costs.joules if energy else 0) + watts * costs.seconds
+        in_cost = costs.page_in_joules if energy else costs.page_in_seconds
+        out_cost = costs.page_out_joules if energy else costs.page_out_seconds
+        # Lists are quicker to read than arrays.
+        self.nbytes = costs.nbytes.tolist()
+        self.node_cost = node_cost.tolist()
+        self.in_cost, self.out_cost = in_cost.tolist(), out_cost.tolist()
 
     def judged(self) -> Judged:
         self.graph = self._used_residents()
@@ -195,22 +199,22 @@ class Eviction:
         return bool(evicted)
 
     def total(self, values: Iterable[int]) -> int:
-        return int(sum(self.costs.nbytes[v] for v in values))
+        return sum([self.nbytes[v] for v in values])
 
     def options(self, value: int, stage: int, life: "Life") -> "Iterator[Option]":
         """Ways to bring `value` back at `stage`."""
         there = self.stages.page_ins[stage]
         if self.paging and self.graph.values[value].pageable and value not in there:
-            out = 0.0 if value in self.stages.page_outs else float(self.out_cost[value])
-            yield Option("page", out + float(self.in_cost[value]), {value})
+            out = 0.0 if value in self.stages.page_outs else self.out_cost[value]
+            yield Option("page", out + self.in_cost[value], {value})
         if not self.remat or stage == life.stage:
             return  # what runs again in a stage may do so before its peak
         before = self.stages.reruns[stage]
         for how in ("remat", "hold"):
             repeat = self.repeat(value, stage, life, hold=how == "hold")
             if repeat and not (repeat.reruns <= before and repeat.page_ins <= there):
-                cost = sum(float(self.node_cost[n]) for n in repeat.reruns - before)
-                cost += sum(float(self.in_cost[v]) for v in repeat.page_ins)
+                cost = sum([self.node_cost[n] for n in repeat.reruns - before])
+                cost += sum([self.in_cost[v] for v in repeat.page_ins])
                 yield Option(how, cost, repeat.made, repeat.held)
                 if not repeat.is_deep:
                     return

@@ -68,7 +68,7 @@ class _Return:
 
 def _returns(judged: Judged, eviction: Eviction) -> Iterator[_Return]:
     """Every repeat and page-in of a plan."""
-    nbytes, life = eviction.costs.nbytes, Life(judged)
+    nbytes, life = eviction.nbytes, Life(judged)
     graph, stage = judged.graph, 0
     for row, x in enumerate(judged.program.instructions):
         if isinstance(x, Run) and x.nodes == (stage,):
@@ -86,9 +86,9 @@ def _returns(judged: Judged, eviction: Eviction) -> Iterator[_Return]:
         if from_home and values[0] not in graph.successors:
             continue
         waits = [
-            (left, back, int(nbytes[u]))
+            (left, back, nbytes[u])
             for v in values
             for left, back, u in life.waits(v, row)
         ]
-        worth = float(cost) / max(1, sum(n for _, _, n in waits))
+        worth = cost / max(1, sum(n for _, _, n in waits))
         yield _Return(action, stage, worth, waits, from_home)
