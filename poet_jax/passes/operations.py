@@ -21,12 +21,14 @@ HEAVY = frozenset(
 # Equations whose parameters hold no shape, and whose results at an index depend on
 # their operands at that index alone.
 ELEMENTWISE = frozenset(
-    "abs acos acosh add add_any and asin asinh atan atan2 atanh cbrt ceil clamp "
-    "convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp "
-    "exp2 expm1 floor ge gt integer_pow is_finite le lgamma log log1p log2 logistic lt "
-    "max min mul ne neg nextafter not one_minus_square or polynomial pow real rem "
-    "round rsqrt select_n sign sin sinh sqrt square stop_gradient sub tan tanh "
-    "xor".split()
+    "abs acos acosh add add_any and asin asinh atan atan2 atanh bessel_i0e "
+    "bessel_i1e cbrt ceil clamp clz complex conj convert_element_type copy cos cosh "
+    "digamma div eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igammac imag "
+    "integer_pow is_finite le lgamma log log1p log2 logistic lt max min mul ne neg "
+    "nextafter not one_minus_square or polynomial population_count pow "
+    "random_gamma_grad real regularized_incomplete_beta rem round rsqrt select_n "
+    "shift_left shift_right_arithmetic shift_right_logical sign sin sinh sqrt square "
+    "stop_gradient sub tan tanh xor".split()
 )
 # Operations that combine reductions of pieces into the reduction of the whole.
 REDUCTIONS: dict[str, Callable] = {

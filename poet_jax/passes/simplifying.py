@@ -78,8 +78,8 @@ class _Simplifier(Rewriter):
         (equation,) = node.equations
         contracted, stacked = equation.params["dimension_numbers"]
         operands, axes = self.operands(node), list(contracted)
-        if any(stacked):
-            return
+        if any(stacked) or not contracted[0]:
+            return  # of an outer product, both axes are in the result
         for side, operand in enumerate(operands):
             inner = self.maker(operand, "transpose")
             if inner is not None and len(self.values[operand].shape) == 2:

@@ -74,6 +74,16 @@ def test_a_product_reads_a_matrix_instead_of_its_transpose(sides):
     np.testing.assert_allclose(within(a, b), fun(a, b), rtol=1e-5)
 
 
+def test_an_outer_product_keeps_the_order_of_axes():
+    def fun(a, b):
+        return jnp.tanh(jnp.tensordot(a.T, b.T, axes=0)).sum((2, 3))
+
+    a, b = jax.random.normal(jax.random.key(0), (2, 4, 3))
+    graph = simplify(poet_jax.trace(fun, a, b))
+    (found,) = graph(a, b)
+    np.testing.assert_allclose(found, fun(a, b), rtol=1e-5, atol=1e-6)
+
+
 def test_what_a_caller_gets_is_an_array_of_its_own():
     traced = poet_jax.trace(lambda x: x.T.T, jnp.ones((2, 3)))
     assert simplify(traced) is traced
