@@ -178,23 +178,26 @@ _OPTION = re.compile(r"poet_jax\.passes\.(\w+), (\w+)=(\d+)[,)]")
 def _largest_product(
     graph: Graph, need_bytes: int, alive: Sequence[int]
 ) -> _Part | None:
-    """Blocks of the largest product, or more blocks; None where the values of its size
-    that are alive take little of the need."""
+    """Blocks of the largest product, or more blocks; None where the values with as many
+    numbers that are alive take little of the need."""
     products = [
-        (_nbytes(graph.values[v]), node.name)
+        (_nbytes(graph.values[v]), node.name, math.prod(graph.values[v].shape))
         for node in graph.nodes
         if any(e.primitive.name == "dot_general" for e in node.equations)
         for v in node.writes
     ]
-    nbytes, name = max(products, default=(0, ""))
-    made = [v for v in alive if v in graph.producer and v not in graph.leaving]
-    saved = nbytes * max(1, sum(_nbytes(graph.values[v]) == nbytes for v in made))
+    nbytes, name, count = max(products, default=(0, "", 0))
+    made = [
+        graph.values[v] for v in alive if v in graph.producer and v not in graph.leaving
+    ]
+    saved = sum(_nbytes(value) for value in made if math.prod(value.shape) == count)
+    saved = max(nbytes, saved)
     if saved < max(1, LARGE_SHARE * need_bytes) or graph.devices > 1:
         return None
     if not name.endswith("]"):
         what = f"for blocks of {name}, if its rows allow"
         return _Part("blockwise", {"large_bytes": nbytes}, what, saved)
-    whole, blocks = _parts(name, (name for _, name in products))
+    whole, blocks = _parts(name, (name for _, name, _ in products))
     what = f"for smaller blocks of {whole}"
     # What is in blocks may be less than what the pass takes for large by itself.
     option = {"blocks": 2 * blocks, "large_bytes": nbytes}

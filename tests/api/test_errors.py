@@ -186,6 +186,30 @@ def test_large_values_are_cut_into_blocks_where_they_do_not_fit():
     assert few.budget.memory_bytes == int(0.15 * everything)
 
 
+def test_a_product_in_few_bits_is_cut_into_blocks_for_what_is_made_of_it():
+    adam = optax.adam(1e-3)
+
+    def step(state, words, labels):
+        def loss(w):
+            table, kernel, bias = jax.tree.map(lambda x: x.astype("bfloat16"), w)
+            logits = (jnp.tanh(table[words]) @ kernel + bias).astype("float32")
+            return optax.losses.softmax_cross_entropy_with_integer_labels(
+                logits, labels
+            ).mean()
+
+        w, moments = state
+        value, slope = jax.value_and_grad(loss)(w)
+        updates, moments = adam.update(slope, moments, w)
+        return (optax.apply_updates(w, updates), moments), value
+
+    w = jnp.ones((2000, 64)), jnp.ones((64, 2000)), jnp.ones(2000)
+    words, labels = jnp.arange(512), jnp.arange(512)[::-1]
+    state = w, adam.init(w)
+    tight = schedule(step, "60%", planner=poet_jax.greedy, donate_argnums=0)
+    planned = tight.plan(state, words, labels)
+    assert planned.compiled_bytes <= planned.budget.memory_bytes
+
+
 def by_place(curve, x):
     def at(place):
         near = jnp.exp(-((x - place) ** 2))
