@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from poet_jax.core.equation import Equation, Literal
+from poet_jax.core.equation import Equation, Literal, nbytes_of
 from poet_jax.core.graph import Graph, Node
 from poet_jax.core.stack import Cut
 from poet_jax.passes.rewriter import require_single_equations, with_all_before
@@ -39,11 +39,11 @@ def blockwise(
     it begins with other values that are made of small ones, as under `vmap`. What is
     computed from them row by row follows: element-wise operations, reductions and
     slices along other axes, gathers and scatters within rows. Products that sum over
-    the rows are added up; without products, so are sums that rows scatter into one
-    array. Where it can, a block goes through all of that before the next one begins.
-    The axis is the one along which nodes need least, or without products keep-all; if
-    nodes save no third, nothing changes. Nor does it on several devices, where rows lie
-    apart already.
+    the rows are added up, and so are sums that rows scatter into one array; where there
+    are products, into one smaller than what it sums. Where it can, a block goes through
+    all of that before the next one begins. The axis is the one along which nodes need
+    least, or without products keep-all; if nodes save no third, nothing changes. Nor
+    does it on several devices, where rows lie apart already.
 
     Sums over the axis are rounded as the sum of the sums over blocks.
     """
@@ -132,7 +132,7 @@ class _Blocks(Cutter):
     def __init__(self, graph: Graph, seeds: Sequence[int], axis: int, blocks: int):
         super().__init__(graph)
         self.seeds, self.axis = set(seeds), axis
-        self.is_indexed = not _is_product(graph, seeds[0])
+        self.is_product = _is_product(graph, seeds[0])
         self.length = graph.values[seeds[0]].shape[axis]
         self.bounds = Cut.of(self.length, blocks).bounds
         # Bytes of a block: values as large as that are not kept whole.
@@ -175,18 +175,27 @@ class _Blocks(Cutter):
 
     def pushed(self, equation: Equation, axes: Sequence[int | None]) -> Way | None:
         """How an equation goes by blocks, if its operands are cut along `axes`."""
-        way = pushed(equation, axes)
-        return by_indices(equation, axes) if way is None and self.is_indexed else way
+        if (way := pushed(equation, axes)) is not None:
+            return way
+        way = by_indices(equation, axes)
+        if way is None or way.result is not None or not self.is_product:
+            return way
+        # The sum goes from block to block, and so has to be less than what it sums.
+        (total,), rows = equation.result_shapes, equation.operand_shapes[2]
+        return way if nbytes_of(total) < nbytes_of(rows) else None
 
     def is_filled(self, node: Node) -> bool:
         """Whether it makes a large value of small ones, or of one that is made so."""
         if len(node.writes) != 1 or self.values[node.writes[0]].nbytes < self.least:
             return False
-        if not self.values[node.writes[0]].shape:
+        made = self.values[node.writes[0]]
+        if not made.shape:
             return False  # a number is as large as a block of a small column
+        # A gather's rows may be of an array that is larger than a block of them.
+        is_gather = node.equations[0].primitive.name == "gather"
+        small = made.nbytes if is_gather else self.least
         return pulled(node.equations[0], 0) is not None and all(
-            v in self.postponed or self.values[v].nbytes < self.least
-            for v in node.reads
+            v in self.postponed or self.values[v].nbytes < small for v in node.reads
         )
 
     def joined(self, value: Any, pieces: Sequence[jax.Array]) -> jax.Array:

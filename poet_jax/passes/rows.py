@@ -72,6 +72,9 @@ def pulled(equation: Equation, axis: int) -> Way | None:
         )
     if name in ("scatter-add", "scatter_add"):
         return _by_rows(equation, 0, axis)
+    if name == "gather" and axis in (along := _places(equation)[1]):
+        own = along.index(axis)
+        return _by_rows(equation, 1, own) or by_indices(equation, (None, own))
     if name == "dot_general":
         ways = (
             product(equation, n, a) for n, x in enumerate(shapes) for a in range(len(x))

@@ -238,6 +238,44 @@ def test_without_products_what_is_made_of_small_values_is_in_blocks():
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("nodes", [3, 60])
+def test_messages_along_edges_are_in_blocks(nodes):
+    """Products read gathered rows, and what is made of them is summed for each node."""
+    edges = 240
+    rng = np.random.default_rng(0)
+    senders, receivers = jnp.asarray(rng.integers(0, nodes, (2, edges)))
+
+    def loss(ws, x):
+        for w in ws:
+            ends = jnp.concatenate([x[senders], x[receivers]], -1)
+            messages = jnp.tanh(ends @ w)
+            x = x + jax.ops.segment_sum(messages, receivers, nodes) / edges
+        return jnp.mean(x**2)
+
+    step = jax.value_and_grad(loss, (0, 1))
+    args = draw(0, 2, 2 * WIDTH, WIDTH), draw(1, nodes, WIDTH)
+    graph = poet_jax.trace(step, *args)
+    cut = blockwise(graph, large_bytes=4 * edges * WIDTH, blocks=8)
+    assert largest_bytes(cut) < largest_bytes(graph) / 4
+    results = jax.jit(cut.__call__)(*args)
+    for a, b in zip(results, jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6)
+
+
+def test_a_sum_into_a_larger_table_is_of_the_whole():
+    """Words of an embedding are few of many: blocks would all go through its table."""
+
+    def loss(table, w):
+        return jnp.mean(jnp.cumsum(table[LABELS] @ w, 1) ** 2)
+
+    args = draw(0, WORDS, WIDTH), draw(1, WIDTH, 5 * WORDS)
+    graph = poet_jax.trace(jax.grad(loss, (0, 1)), *args)
+    cut = blockwise(graph, large_bytes=1, blocks=4)
+    assert cut is not graph
+    names = [e.primitive.name for node in cut.nodes for e in node.equations]
+    assert sum(name in ("scatter-add", "scatter_add") for name in names) == 1
+
+
 def test_stacked_state_may_be_what_blocks_add_up():
     """The new rows are gradients of products, which sum over the blocks."""
     ws, x = draw(0, 2, 8, 512), draw(1, 96, 8)
