@@ -358,7 +358,8 @@ def schedule(
       passes: functions `Graph -> Graph`, applied in turn to the traced graph. Default:
         `unroll` (a loop's iterations in nodes of their own), `open_conds` (smaller
         `cond`s in place of large ones), `cse` (what is computed twice is computed
-        once), `blockwise` (large values in blocks of rows),
+        once), `index_by_row` (what is indexed by `arange` is indexed row by row),
+        `blockwise` (large values in blocks of rows),
         `push_slices` (a slice of a product becomes the product of a slice),
         `reassociate` (products with thin matrices in the cheap order), `fold_scales`
         (frozen scales go into frozen kernels), `weighted_sums` (sums weighted by

@@ -9,6 +9,7 @@ from poet_jax.passes.conds import open_conds
 from poet_jax.passes.cpu.rules import cpu_kernels
 from poet_jax.passes.expanding import expand_at_use
 from poet_jax.passes.grouping import group
+from poet_jax.passes.indexing import index_by_row
 from poet_jax.passes.inlining import inline_cheap
 from poet_jax.passes.loops import unroll
 from poet_jax.passes.reordering import reorder
@@ -28,6 +29,7 @@ PASSES: tuple[Pass, ...] = (
     unroll,
     open_conds,
     cse,
+    index_by_row,
     blockwise,
     push_slices,
     reassociate,
@@ -119,6 +121,7 @@ __all__ = [
     "reorder",
     "run_passes",
     "expand_at_use",
+    "index_by_row",
     "inline_cheap",
     "stream_state",
     "unroll",

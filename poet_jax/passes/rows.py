@@ -70,7 +70,7 @@ def pulled(equation: Equation, axis: int) -> Way | None:
             ),
             axis,
         )
-    if name in ("scatter-add", "scatter_add"):
+    if name.startswith("scatter"):
         return _by_rows(equation, 0, axis)
     if name == "gather" and axis in (along := _places(equation)[1]):
         own = along.index(axis)
@@ -114,7 +114,7 @@ def pushed(equation: Equation, axes: Sequence[int | None]) -> Way | None:
                 return Way((axis,), other)
     if name == "dot_general":
         return product(equation, first, axis)
-    if name in ("gather", "scatter-add", "scatter_add"):
+    if name == "gather" or name.startswith("scatter"):
         return _by_rows(equation, first, axis)
     return None
 
