@@ -48,6 +48,8 @@ EASE = 0.03
 # Of what a plan gives up, XLA's arena gives up so much: it packs less well the more is
 # moved and made again.
 SAVED = 0.8
+# Of the room, what is taken off at least: the next arena may pack less well.
+LEAST_CUT = 0.03
 # What a plan needs over the budget, so that no compiler makes up for it.
 HOPELESS = 1.1
 # The last one is of the leanest plan.
@@ -165,7 +167,8 @@ class _Fitting:
             if self.peak_bytes(plan) < min(stage_bytes, (1 - MARGIN) * allowed):
                 continue  # the stages need too much, and not the plan
             room_bytes = max(0, allowed - self.held_bytes)
-            less = max(room_bytes - self.excess_bytes / SAVED, room_bytes / 2)
+            over = max(self.excess_bytes / SAVED, LEAST_CUT * room_bytes)
+            less = max(room_bytes - over, room_bytes / 2)
             allowed, stage_bytes = max(1, self.held_bytes + int(less)), None
         yield from self.lean_attempts()
 
