@@ -48,7 +48,8 @@ EASE = 0.03
 # Of what a plan gives up, XLA's arena gives up so much: it packs less well the more is
 # moved and made again.
 SAVED = 0.8
-# Of the room, what is taken off at least: the next arena may pack less well.
+# A plan that is made again gets at least this share of the room less. XLA may pack its
+# arena less well than the last one, by more than a small excess.
 LEAST_CUT = 0.03
 # What a plan needs over the budget, so that no compiler makes up for it.
 HOPELESS = 1.1

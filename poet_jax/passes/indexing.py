@@ -45,11 +45,7 @@ def index_by_row(graph: Graph) -> Graph:
     if graph.devices == 1:
         for number in range(len(graph.nodes)):
             indexer.index(number)
-    indexed = indexer.result()
-    if indexed is graph:
-        return graph
-    # XLA does the same for both.
-    return dataclasses.replace(indexed, rewritten=graph.rewritten)
+    return indexer.result(rewritten=False)
 
 
 class _Indexer(Rewriter):
@@ -87,7 +83,7 @@ class _Indexer(Rewriter):
         gone = tuple(axis for axis in gone if axis not in batch)
         given = gone, tuple(left), rows, tuple(batch[axis] for axis in rows)
         numbers = numbers._replace(**dict(zip(fields, given, strict=True)))
-        # Sorted indices need not be sorted in what is left of them.
+        # The columns that are left may be unsorted where all columns are sorted.
         changed = {"dimension_numbers": numbers, "indices_are_sorted": False}
         by_row = dataclasses.replace(equation, params=equation.params | changed)
         indices, *more = left.values()

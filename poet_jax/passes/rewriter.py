@@ -77,8 +77,11 @@ class Rewriter:
         self._instead: dict[int, int] = {}  # what a value was replaced by
         self._made: dict[tuple, int] = {}  # new values by what computes them
 
-    def result(self) -> Graph:
-        """The graph as it is now, without dead code; the given one if unchanged."""
+    def result(self, rewritten: bool = True) -> Graph:
+        """The graph as it is now, without dead code; the given one if unchanged.
+
+        `rewritten` is False where XLA does as much for the function as a whole.
+        """
         if not self._instead:
             return self.graph
         place = self.place.__getitem__
@@ -95,7 +98,7 @@ class Rewriter:
                 self.graph,
                 values=tuple(self.values),
                 nodes=tuple(nodes[number] for number in order),
-                rewritten=True,
+                rewritten=rewritten or self.graph.rewritten,
                 **ends(self.graph, self._now),
             )
         )

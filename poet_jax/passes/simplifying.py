@@ -1,6 +1,6 @@
 """Arrays that a step can do without: `Graph -> Graph`, before `group`.
 
-XLA drops most of them, too, but only within a stage, and a plan counts what crosses
+XLA drops most of them itself, but only within a stage. A plan counts what crosses
 stages. A table that embeds words and also makes logits is transposed for these. Its
 gradient is a product, transposed twice, and a scatter of rows into zeros that is added
 to it: five arrays of the table's size, where one is enough.
@@ -38,11 +38,7 @@ def simplify(graph: Graph) -> Graph:
     if graph.devices == 1:
         for number in range(len(graph.nodes)):
             simplifier.simplify(number)
-    simplified = simplifier.result()
-    if simplified is graph:
-        return graph
-    # XLA does as much for the function as a whole.
-    return dataclasses.replace(simplified, rewritten=graph.rewritten)
+    return simplifier.result(rewritten=False)
 
 
 class _Simplifier(Rewriter):
@@ -74,7 +70,7 @@ class _Simplifier(Rewriter):
         self.replace(node.writes[0], operand)
 
     def read_untransposed(self, node: Node) -> None:
-        """Let a product read the matrices of which it reads the transpose."""
+        """Let a product read a matrix as it is, where it reads the transpose."""
         (equation,) = node.equations
         contracted, stacked = equation.params["dimension_numbers"]
         operands, axes = self.operands(node), list(contracted)

@@ -240,7 +240,7 @@ def test_without_products_what_is_made_of_small_values_is_in_blocks():
 
 @pytest.mark.parametrize("nodes", [3, 60])
 def test_messages_along_edges_are_in_blocks(nodes):
-    """Products read gathered rows, and what is made of them is summed for each node."""
+    """A graph network: an edge reads two nodes, and a node sums its edges."""
     edges = 240
     rng = np.random.default_rng(0)
     senders, receivers = jnp.asarray(rng.integers(0, nodes, (2, edges)))

@@ -114,13 +114,16 @@ def assert_close(found, expected):
         np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("budget", ["75%", "least"])
 @pytest.mark.parametrize(
     "make", [data_parallel, fully_sharded, tensor_parallel, explicit]
 )
-def test_each_device_keeps_to_the_least_budget_with_the_same_numbers(make):
+def test_each_device_keeps_to_the_budget_with_the_same_numbers(make, budget):
     args = make()
     expected = jax.jit(step)(*args)
-    planned = scheduled(least_bytes(*args))
+    if budget == "least":
+        budget = least_bytes(*args)
+    planned = scheduled(budget)
     schedule = planned.plan(*args)
     assert schedule.compiled_bytes <= schedule.budget.memory_bytes
     assert needed_bytes(schedule.compile().xla) <= schedule.budget.memory_bytes

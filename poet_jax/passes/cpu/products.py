@@ -35,7 +35,7 @@ def is_large_sum(equation: Equation) -> bool:
 
 
 def by_matrices(params: dict[str, Any], left: jax.Array, right: jax.Array) -> jax.Array:
-    """The product of two arrays as that of two matrices, which sums over their rows."""
+    """The product of two arrays, reshaped to matrices; it sums over their rows."""
     (axes, _), batch = params["dimension_numbers"]
     count = len(axes)
     rows = math.prod(left.shape[:count])
