@@ -11,10 +11,14 @@ import numpy as np
 from poet_jax.core.plan import Stages
 from poet_jax.core.program import lower_actions
 from poet_jax.core.trace import trace
-from poet_jax.emit import emit
+from poet_jax.devices import RASPBERRY_PI_5
+from poet_jax.devices.price import price
+from poet_jax.emit import cut, emit
 from poet_jax.emit.paged_step import PagedStep
+from poet_jax.emit.stages import TOGETHER_BYTES
 from poet_jax.passes.grouping import group
 from poet_jax.passes.reordering import reorder
+from poet_jax.planners.planner import floor_bytes
 from poet_jax.stores.paged import SMALL_BYTES, PagedArray, at_home, land
 from poet_jax.stores.store import Store
 from poet_jax.stores.weights import Described, WeightsFile, write
@@ -25,8 +29,9 @@ def init_paged(
 ) -> Any:
     """`init_fn(*args)` with its large results in `store`, as `PagedArray`s.
 
-    Each result is computed, paged out and freed before the next, so RAM holds about the
-    largest result and its operands. Results below `min_bytes` are ordinary arrays.
+    Each result is computed, paged out and freed before the next, but for small ones,
+    which are together up to 8 MiB. So RAM holds about the largest result and its
+    operands. Results below `min_bytes` are ordinary arrays.
     Arguments may be `PagedArray`s; those that are read are loaded. Raises CannotTrace,
     and PageStoreError if the store is full.
     """
@@ -35,7 +40,9 @@ def init_paged(
     graph = at_home(trace(init_fn, *args), paged)
     graph = land(reorder(group(graph)), min_bytes)
     program = lower_actions(graph, Stages.empty(graph).actions(graph))
-    step = PagedStep(emit(program), store, leaves)
+    costs = price(graph, RASPBERRY_PI_5)  # its bytes, which are any device's
+    stage_bytes = floor_bytes(graph, costs) + TOGETHER_BYTES
+    step = PagedStep(emit(cut(program, costs, stage_bytes)), store, leaves)
     return step(*args)
 
 

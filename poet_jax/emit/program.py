@@ -317,7 +317,8 @@ class _Walk:
 
     def after(self) -> jax.Array:
         """A number that is there when what goes before is done, and stands for it."""
-        self.last = [cpu.token_of(self.last)]
+        if len(self.last) != 1:
+            self.last = [cpu.token_of(self.last)]
         return self.last[0]
 
     def stamp(self, instruction: Instruction | None = None) -> None:

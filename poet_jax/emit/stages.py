@@ -5,17 +5,25 @@ from collections.abc import Iterable, Iterator, Sequence
 from poet_jax.core.costs import Costs
 from poet_jax.core.graph import Graph
 from poet_jax.core.in_place import Pairs
-from poet_jax.core.plan import Free, PageIn
+from poet_jax.core.plan import Free, PageIn, PageOut
 from poet_jax.core.program import Instruction, Moment, Program, Run, walk
+
+# What is light is moved with more, of at most so many bytes in all, before a stage or
+# after it: a transfer of its own, and a stage that waits for that, would take longer.
+LIGHT_BYTES, TOGETHER_BYTES = 1 << 20, 8 << 20
+# A stage whose nodes take longer than this waits for none of their successors' pages.
+BRIEF_SECONDS = 1e-3
 
 
 def cut(program: Program, costs: Costs, memory_bytes: float = 0) -> Program:
     """`program` with as many nodes in each `Run` as `memory_bytes` allows.
 
     The compiler runs the nodes of a stage in whatever order it likes: all that a stage
-    reads and makes is in RAM until it ends. A transfer ends one. So does a node that
-    would wait for a page, since the others need not, one that would be there twice,
-    since the compiler would merge them, and one that makes again what was freed.
+    reads and makes is in RAM until it ends. A transfer ends one, but for a light one:
+    that comes before the stage if it is a page-in, and after it if it is a page-out.
+    So does a node that would wait for a page, since the others need not, one that would
+    be there twice, since the compiler would merge them, and one that makes again what
+    was freed.
     """
     return Program(program.graph, tuple(_Cutter(program, costs, memory_bytes).result()))
 
@@ -26,12 +34,15 @@ class _Cutter:
         self.memory_bytes = memory_bytes
         self.nbytes = costs.nbytes.tolist()
         self.workspaces = costs.workspace_bytes.tolist()
+        self.node_seconds = costs.seconds.tolist()
         self.arriving: set[int] = set()  # paged in, and not read yet
         self.live_bytes = self._total(self.graph.initial)
         self._begin()
 
     def _begin(self) -> None:
         self.nodes: list[int] = []
+        self.page_ins: list[PageIn] = []  # light ones, before the stage
+        self.page_outs: dict[int, PageOut] = {}  # and after it, by value
         self.made: dict[int, None] = {}  # by the stage, and needed after it
         self.over: list[tuple[int, int]] = []
         self.freed: list[Free] = []
@@ -48,10 +59,7 @@ class _Cutter:
             elif isinstance(x, Free):
                 self._free(x)
             else:
-                yield from self._end()
-                yield x
-                if isinstance(x, PageIn):
-                    self.arriving.add(x.value)
+                yield from self._transfer(x)
             self.live_bytes += self._total(moment.arrives) - self._total(moment.leaves)
         yield from self._end()
 
@@ -68,6 +76,7 @@ class _Cutter:
         again = not freed.isdisjoint(x.writes) or not set(self.nodes).isdisjoint(
             x.nodes
         )
+        again |= not self.page_outs.keys().isdisjoint(moment.leaves)
         if again or need_bytes > self.memory_bytes or arriving:
             yield from self._end()
         self.arriving -= arriving
@@ -76,10 +85,37 @@ class _Cutter:
         self.over += x.over
         self.held_bytes += self._total(moment.leaves)
 
+    def _transfer(self, x: PageIn | PageOut) -> Iterator[Instruction]:
+        value = x.value
+        moved = (value, *(y.value for y in self.page_ins), *self.page_outs)
+        is_light = self.nbytes[value] <= LIGHT_BYTES
+        if self.nodes and is_light and self._total(moved) <= TOGETHER_BYTES:
+            if isinstance(x, PageOut):
+                self.page_outs[value] = x
+                return
+            if self._is_early(value):
+                self.page_ins.append(x)
+                return
+        yield from self._end()
+        yield x
+        if isinstance(x, PageIn):
+            self.arriving.add(value)
+
+    def _is_early(self, value: int) -> bool:
+        """Whether a value may be paged in before the stage."""
+        gone = {free.value for free in self.freed} | {old for old, _ in self.over}
+        need_bytes = self.live_bytes + self.held_bytes + self.nbytes[value]
+        need_bytes += max(self.workspaces[n] for n in self.nodes)
+        return (
+            gone.union(self.made, self.page_outs).isdisjoint([value])
+            and sum(self.node_seconds[n] for n in self.nodes) < BRIEF_SECONDS
+            and need_bytes <= self.memory_bytes
+        )
+
     def _free(self, x: Free) -> None:
         if self.nodes:
             self.held_bytes += self.nbytes[x.value]
-        if x.value in self.made:
+        if x.value in self.made and x.value not in self.page_outs:
             del self.made[x.value]
         else:
             self.freed.append(x)
@@ -91,8 +127,10 @@ class _Cutter:
             )
             gone = (Free(old) for old, new in self.over if new not in self.made)
             reads = read_by(self.graph, self.nodes)
+            yield from self.page_ins
             yield Run(tuple(self.nodes), reads, tuple(self.made), over)
             yield from gone
+            yield from self.page_outs.values()
         yield from self.freed
         self._begin()
 

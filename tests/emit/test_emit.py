@@ -102,6 +102,23 @@ def test_what_is_freed_and_made_again_is_there_in_stages():
     assert list(walk(staged))[-1].present >= {2}
 
 
+@pytest.mark.parametrize("nbytes, stages", [(2**10, 2), (2**22, 16)])
+def test_small_pages_are_moved_together_before_or_after_a_stage(nbytes, stages):
+    """Larger ones each as soon as they may."""
+    values = [poet_jax.core.Value("value", nbytes) for _ in range(16)]
+    nodes = [poet_jax.core.Node("out", (), (v,)) for v in range(8)]
+    nodes += [poet_jax.core.Node("in", (v,), (8 + v,)) for v in range(8)]
+    graph = poet_jax.Graph(tuple(values), tuple(nodes), outputs=())
+    moves = [(Compute(n), PageOut(n)) for n in range(8)]
+    moves += [(PageIn(n), Compute(8 + n)) for n in range(8)]
+    ones = np.ones(16)
+    costs = poet_jax.Costs(1e-6 * ones, ones, 0 * ones, nbytes * ones, *[ones] * 4)
+    program = lower_actions(graph, [action for pair in moves for action in pair])
+    staged = cut(program, costs, float("inf"))
+    assert len([x for x in staged.instructions if isinstance(x, Run)]) == stages
+    assert list(walk(staged))[-1].present == list(walk(program))[-1].present
+
+
 @examples(60)
 @given(case=budgeted_graphs())
 def test_without_memory_each_node_is_a_stage_and_with_all_of_it_few_are(case):
