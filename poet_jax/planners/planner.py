@@ -5,6 +5,8 @@ import math
 import time
 from collections.abc import Iterable, Sequence
 
+import numpy as np
+
 from poet_jax.core.costs import Costs
 from poet_jax.core.errors import BudgetTooSmall
 from poet_jax.core.graph import Graph
@@ -132,32 +134,7 @@ def prefetch(costs: Costs, judged: Judged, budget: Budget) -> Judged:
         return given
     if any(isinstance(x, Free) for x in given.actions):
         judged = judge(graph, costs, moving(given.actions))
-    instructions = list(judged.program.instructions)
-    live = [int(n) for n in judged.usage.live_bytes]
-    clock, latest = _latest_starts(instructions, costs)
-    for row in range(len(instructions)):
-        instruction = instructions[row]
-        if not isinstance(instruction, PageIn):
-            continue
-        value = instruction.value
-        nbytes = int(costs.nbytes[value])
-        place = row
-        while place and clock[place] > latest[value, row]:
-            before = instructions[place - 1]
-            if isinstance(before, PageIn) or before in (Free(value), PageOut(value)):
-                break
-            if live[place - 1] + nbytes > budget.memory_bytes:
-                break
-            place -= 1
-        instructions.insert(place, instructions.pop(row))
-        clock.pop(row)
-        clock.insert(place, clock[place] if place < row else clock[row - 1])
-        before_bytes = live[place - 1] if place else 0
-        live.insert(place, live.pop(row))
-        live[place] = max(before_bytes, live[place])
-        for between in range(place + 1, row + 1):
-            live[between] += nbytes
-    moved = judge(graph, costs, moving(instructions))
+    moved = judge(graph, costs, moving(_earlier(costs, judged, budget)))
     later = moved.usage.seconds > judged.usage.seconds
     if later or moved.usage.peak_bytes > budget.memory_bytes:
         moved = judged
@@ -172,6 +149,34 @@ def prefetch(costs: Costs, judged: Judged, budget: Budget) -> Judged:
         return judged.usage.peak_bytes > budget.memory_bytes, judged.usage.seconds
 
     return min(given, moved, late, key=worth)
+
+
+def _earlier(costs: Costs, judged: Judged, budget: Budget) -> list[Instruction]:
+    """The instructions of a program with each page-in as early as it has to be and as
+    memory allows. None overtakes another."""
+    instructions = judged.program.instructions
+    clock, latest = _latest_starts(instructions, costs)
+    stays = [not isinstance(x, PageIn) for x in instructions]
+    starts, live = np.array(clock)[stays], judged.usage.live_bytes[stays]
+    starts = np.append(starts, clock[-1])
+    gone: dict[int, int] = {}  # how many instructions stay before a value may come back
+    keys, place, count = [], 0, 0  # of those that stay
+    for row, x in enumerate(instructions):
+        if not isinstance(x, PageIn):
+            keys.append((count, True))
+            count += 1
+            if isinstance(x, Free | PageOut):
+                gone[x.value] = count
+            continue
+        nbytes = int(costs.nbytes[x.value])
+        in_time = np.searchsorted(starts[: count + 1], latest[x.value, row], "right")
+        place = max(place, gone.get(x.value, 0), int(in_time) - 1)
+        full = np.flatnonzero(live[place:count] + nbytes > budget.memory_bytes)
+        place += int(full[-1]) + 1 if full.size else 0
+        live[place:count] += nbytes
+        keys.append((place, False))
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    return [instructions[row] for row in order]
 
 
 def _latest_starts(

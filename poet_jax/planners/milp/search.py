@@ -268,9 +268,12 @@ class _Search:
         return [*plans, Neighbourhoods(state), bounds]
 
     def evict(self) -> None:
-        """A heuristic's plan, if there is none yet, in as much time again at most."""
+        """If no plan fits yet: the leanest one with evictions until it does, or a
+        heuristic's, in as much time again at most."""
         state = self.state
         state.end = time.monotonic() + self.planner.time_limit_seconds
+        if state.best is None and state.leanest is not state.baseline:
+            state.consider(state.repaired(state.leanest))
         answers = iter(self.evictions)
         while state.best is None and state.end > time.monotonic():
             if (answer := next(answers, None)) is None:
