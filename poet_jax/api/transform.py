@@ -363,9 +363,9 @@ def schedule(
         `push_slices` (a slice of a product becomes the product of a slice),
         `reassociate` (products with thin matrices in the cheap order), `fold_scales`
         (frozen scales go into frozen kernels), `weighted_sums` (sums weighted by
-        example become products), `simplify` (no transposes of transposes or for
-        products, and no zeros to scatter into), `open_shard_maps` (the body of a
-        `shard_map` in nodes), `group` (what XLA would fuse becomes one node),
+        example become products), `open_shard_maps` (the body of a `shard_map` in
+        nodes), `simplify` (no transposes of transposes, of products or for products,
+        and no zeros to scatter into), `group` (what XLA would fuse becomes one node),
         `expand_at_use` (what expands arguments is computed for each reader),
         `inline_cheap` (what the backward pass reads of a light node is computed
         there again), `stream_state` (large updates of state on storage go block by

@@ -36,11 +36,9 @@ import heapq
 import itertools
 from collections.abc import Iterable
 
-from poet_jax.core.equation import Equation
 from poet_jax.core.graph import Graph, Node
 from poet_jax.core.rebuilding import with_nodes
 from poet_jax.passes.operations import HEAVY
-from poet_jax.passes.turning import can_turn, turned, turns
 
 TINY_BYTES = 4096
 SMALL = 16  # A sum is small if it reads so many times what it writes.
@@ -83,7 +81,6 @@ class _Coarsener:
         self.free = {n for n in range(len(graph.nodes)) if self.is_free(n)}
         self.group: dict[int, _Group] = {}
         self.rooted = self.reading_only_arguments()
-        self.turned = dict(self.transposed_products())
         self.effect_depth = -1  # of the group of the last effect
         # (group, the one before it, bytes) that `waiting` has found not to be one
         self.apart: set[tuple[_Group, _Group, int]] = set()
@@ -175,23 +172,6 @@ class _Coarsener:
                 rooted.add(number)
         return rooted
 
-    def transposed_products(self) -> Iterable[tuple[int, int]]:
-        """(transpose, product of matrices that nothing else reads), nodes."""
-        for number, node in enumerate(self.graph.nodes):
-            permutation = node.equations[0].params.get("permutation")
-            if permutation is None:
-                continue
-            for value, maker in self.producers(number):
-                product = self.graph.nodes[maker].equations[0]
-                if (
-                    value in node.reads
-                    and list(self.all_readers(value)) == [number]
-                    and value not in self.graph.leaving
-                    and can_turn(product)
-                    and permutation == turns(product)
-                ):
-                    yield number, maker
-
     def result(self) -> Graph:
         for number in range(len(self.graph.nodes)):
             if number not in self.free and number not in self.rooted:
@@ -210,11 +190,6 @@ class _Coarsener:
         ]
         depth = max((g.depth for _, g in edges), default=-1)
         deepest = [(v, g) for v, g in edges if g.depth == depth]
-        if number in self.turned:
-            group = self.group[self.turned[number]]
-            group.members.append(number)
-            self.group[number] = group
-            return
         if not self.graph.nodes[number].repeatable:  # deeper than the effect before it
             depth = max(depth, self.effect_depth)
             self.effect_depth = depth + 1
@@ -364,7 +339,7 @@ class _Coarsener:
         """As `pieces`, of members without such a version."""
         alive = self.alive_bytes(members)
         largest = max(self.touched_bytes(n) for n in members)
-        few = len(members) <= self.max_equations or members[0] in self.turned.values()
+        few = len(members) <= self.max_equations
         if few and max(alive) <= MOST_HELD * largest:
             yield self.merge(members)
             return
@@ -430,12 +405,7 @@ class _Coarsener:
             for v in nodes[n].writes
             if v in outside or not inside.issuperset(self.all_readers(v))
         )
-        equations: dict[int, Equation] = {}
-        for n in order:
-            (equations[n],) = nodes[n].equations
-            if n in self.turned:
-                equations[n] = turned(equations.pop(self.turned[n]), equations[n])
-        own = [n for n in members if n not in self.turned]
-        main = nodes[own[-1]]
-        extra = f"+{len(own) - 1}" if len(own) > 1 else ""
-        return Node.of(main.name + extra, equations.values(), writes, main.backward)
+        equations = [nodes[n].equations[0] for n in order]
+        main = nodes[members[-1]]
+        extra = f"+{len(members) - 1}" if len(members) > 1 else ""
+        return Node.of(main.name + extra, equations, writes, main.backward)

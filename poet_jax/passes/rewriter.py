@@ -1,7 +1,7 @@
 """A traced graph, of one equation per node, that is being changed node by node."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from poet_jax.core.equation import Equation, Literal
@@ -74,6 +74,7 @@ class Rewriter:
         self.producer = dict(graph.producer)
         self.readers = [set(numbers) for numbers in graph.readers]
         self._outputs = set(graph.leaving)
+        self._is_changed = False
         self._instead: dict[int, int] = {}  # what a value was replaced by
         self._made: dict[tuple, int] = {}  # new values by what computes them
 
@@ -82,7 +83,7 @@ class Rewriter:
 
         `rewritten` is False where XLA does as much for the function as a whole.
         """
-        if not self._instead:
+        if not self._is_changed:
             return self.graph
         place = self.place.__getitem__
         nodes = {n: self._renamed(self.nodes[n]) for n in sorted(self.nodes, key=place)}
@@ -129,11 +130,23 @@ class Rewriter:
         """Let all that reads `old` read `new`, and drop what nobody needs then."""
         if {old, new} <= self._outputs:
             return  # each output is an array of the caller's own
+        self._is_changed = True
         self._instead[old] = new
         self.readers[new] |= self.readers[old]
         if old in self._outputs:
             self._outputs.add(new)
         self._drop(self.producer[old])
+
+    def rewrite(self, node: Node, equation: Equation, name: str) -> None:
+        """Let another equation make what a node does, and drop what nobody needs
+        then. Its operands are older than the node's."""
+        self._is_changed = True
+        number = self.producer[node.writes[0]]
+        made = Node.of(name, [equation], node.writes, node.backward)
+        for value in made.reads:
+            self.readers[value].add(number)
+        self._drop(number, set(made.reads))
+        self.nodes[number] = made
 
     def bind(self, equation: Equation, operands: Sequence[Any], like: Node) -> int:
         """The value of an equation of one result, of other operands."""
@@ -200,9 +213,9 @@ class Rewriter:
             value = self._instead[value]
         return value
 
-    def _drop(self, number: int) -> None:
+    def _drop(self, number: int, still_read: Collection[int] = ()) -> None:
         node = self.nodes.pop(number)
-        for value in {self._now(v) for v in node.reads}:
+        for value in {self._now(v) for v in node.reads}.difference(still_read):
             self.readers[value].discard(number)
             maker = self.maker(value)
             if maker is not None and self._is_dead(maker):

@@ -26,18 +26,19 @@ DTYPES = (jnp.dtype("float32"), jnp.dtype("float64"))
 def simplify(graph: Graph) -> Graph:
     """`graph`, of `trace`, with fewer arrays between its operations.
 
-    - A transpose of a transpose is one, or none.
+    - A transpose of a transpose is one, or none, and the transpose of a product is the
+      product of its factors in the other order. So the gradient of a kernel lies as the
+      kernel does.
     - A product reads a matrix as it is instead of its transpose.
     - What is scattered into zeros and then added to an array is scattered into that
       array. Sums are then taken in another order, so results differ by rounding.
 
-    Returns `graph` unchanged on several devices. Raises ValueError for a graph whose
-    nodes hold several equations.
+    On several devices products are turned, and all else stays as it is. Raises
+    ValueError for a graph whose nodes hold several equations.
     """
     simplifier = _Simplifier(graph)
-    if graph.devices == 1:
-        for number in range(len(graph.nodes)):
-            simplifier.simplify(number)
+    for number in range(len(graph.nodes)):
+        simplifier.simplify(number)
     return simplifier.result(rewritten=False)
 
 
@@ -46,13 +47,49 @@ class _Simplifier(Rewriter):
         node = self.nodes.get(number)
         if node is None:
             return
-        match node.equations[0].primitive.name:
+        name = node.equations[0].primitive.name
+        if name == "transpose" and self.turn_product(node):
+            return
+        if self.graph.devices > 1:
+            return
+        match name:
             case "transpose":
                 self.transpose_once(node)
             case "dot_general":
                 self.read_untransposed(node)
             case "add" | "add_any":
                 self.scatter_into_sum(node)
+
+    def turn_product(self, node: Node) -> bool:
+        """Let the transpose of a product that nothing else reads be a product of the
+        factors in the other order; whether it is."""
+        (value,) = self.operands(node)
+        product = self.maker(value, "dot_general")
+        if product is None or self.is_output(value) or len(self.readers[value]) > 1:
+            return False
+        (transpose,), (equation,) = node.equations, product.equations
+        contracted, stacked = equation.params["dimension_numbers"]
+        left, right = (len(x.shape) for x in equation.operand_shapes)
+        first, middle = len(stacked[0]), left - len(contracted[0])
+        end = middle + right - len(contracted[1]) - first
+        order = (*range(first), *range(middle, end), *range(first, middle))
+        sharding = equation.params.get("out_sharding")
+        is_cut = sharding is not None and any(sharding.spec)
+        if is_cut or transpose.params["permutation"] != order:
+            return False
+        changed = {"dimension_numbers": (contracted[::-1], stacked[::-1])}
+        if isinstance(equation.params["precision"], tuple):
+            changed["precision"] = equation.params["precision"][::-1]
+        turned = dataclasses.replace(
+            equation,
+            params=equation.params | changed,
+            operands=tuple(self.operands(product)[::-1]),
+            operand_shapes=equation.operand_shapes[::-1],
+            results=transpose.results,
+            result_shapes=transpose.result_shapes,
+        )
+        self.rewrite(node, turned, product.name)
+        return True
 
     def transpose_once(self, node: Node) -> None:
         """Let the transpose of a transpose be one of its operand, or that operand."""

@@ -13,11 +13,7 @@ from jax import lax
 from strategies import DEVICE
 
 import poet_jax
-from poet_jax.core.graph import Node
 from poet_jax.core.plan import Free, PageIn, PageOut
-from poet_jax.core.program import Program
-from poet_jax.core.trace import trace
-from poet_jax.emit.c99.expanding import expanded
 
 
 @pytest.fixture
@@ -111,23 +107,6 @@ def test_state_that_is_read_after_its_successor_is_refused(store, tmp_path):
     changed = types.SimpleNamespace(program=again, usage=schedule.usage, step=None)
     with pytest.raises(ValueError, match="one place for both"):
         poet_jax.emit.c(changed, tmp_path / "project", arguments)
-
-
-def test_a_product_that_is_read_transposed_is_made_so():
-    """As the gradient of a kernel is: it is not turned in memory."""
-    rng = np.random.default_rng(0)
-    x, y = normal(rng, 2, 3, 4, 5), normal(rng, 2, 4, 3, 6)
-    numbers = ((2, 1), (1, 2)), ((0,), (0,))
-    graph = trace(lambda x, y: lax.dot_general(x, y, numbers).transpose(0, 2, 1), x, y)
-    equations = [e for node in graph.nodes for e in node.equations]
-    node = Node.of("product", equations, graph.outputs)
-    graph = dataclasses.replace(graph, nodes=(node,))
-    (found,) = expanded(Program(graph, ())).graph.nodes
-    assert [e.primitive.name for e in found.equations] == ["dot_general"]
-    by_value = dict(zip(graph.arguments, (x, y), strict=True))
-    (result,) = found(*(by_value[v] for v in found.reads))
-    expected = np.einsum("bijm,bjin->bnm", x, y)
-    np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_kernel_that_is_read_reversed_is_no_second_array(tmp_path):

@@ -62,6 +62,63 @@ def test_a_transpose_of_a_transpose_is_one_or_none(first, second):
     np.testing.assert_array_equal(within(x), fun(x))
 
 
+@pytest.mark.parametrize(
+    "subscripts",
+    ["ij,jk->ki", "bik,bkj->bji", "kij,kmn->mnij", "bijm,bjin->bnm"],
+)
+def test_the_transpose_of_a_product_is_a_product(subscripts):
+    """As the gradient of a kernel is, of each example, too."""
+    operands, result = subscripts.split("->")
+    left, right = (
+        np.random.default_rng(0).normal(size=(4,) * len(x)).astype(np.float32)
+        for x in operands.split(",")
+    )
+
+    def fun(left, right):
+        first = "".join(sorted(result, key=subscripts.index))  # as dot_general has it
+        product = jnp.einsum(f"{operands}->{first}", left, right)
+        return jnp.tanh(product.transpose([first.index(x) for x in result]))
+
+    graph = simplify(poet_jax.trace(fun, left, right))
+    assert "transpose" not in names(graph)
+    np.testing.assert_allclose(graph(left, right)[0], fun(left, right), rtol=1e-5)
+
+
+def test_a_kernel_gets_its_gradient_as_it_lies():
+    """JAX takes the gradient of x @ kernel as slope.T @ x, and turns it; an update
+    would read that across its rows."""
+
+    def step(kernel, x):
+        def loss(kernel):
+            return (jnp.tanh(x @ kernel) ** 2).sum()
+
+        return kernel - 0.1 * jax.grad(loss)(kernel)
+
+    kernel = jax.random.normal(jax.random.key(0), (32, 64))
+    x = jax.random.normal(jax.random.key(1), (48, 32))
+    fine = poet_jax.trace(step, kernel, x)
+    assert names(fine).count("transpose") == 1
+    graph = simplify(fine)
+    assert "transpose" not in names(graph)
+    product = [node for node in graph.nodes if node.name.endswith("dot_general")][-1]
+    assert graph.values[product.writes[0]].shape == kernel.shape
+    expected = jax.jit(step)(kernel, x)
+    np.testing.assert_allclose(graph(kernel, x)[0], expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [
+        lambda a, b: (jnp.tanh((product := a @ b).T), jnp.exp(product)),
+        lambda a, b: ((product := a @ b), jnp.tanh(product.T)),
+        lambda a, b: jnp.swapaxes(jnp.broadcast_to(a @ b, (2, 8, 8)), 1, 2),
+    ],
+)
+def test_a_product_that_is_read_otherwise_too_stays_as_it_is(fun):
+    traced = poet_jax.trace(fun, jnp.ones((8, 4)), jnp.ones((4, 8)))
+    assert simplify(traced) is traced
+
+
 @pytest.mark.parametrize("sides", [*itertools.product((False, True), repeat=2)])
 def test_a_product_reads_a_matrix_instead_of_its_transpose(sides):
     def fun(a, b):

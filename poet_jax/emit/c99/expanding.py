@@ -2,8 +2,7 @@
 
 import dataclasses
 import itertools
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -57,12 +56,7 @@ def expanded(program: Program) -> Program:
     """
     graph = program.graph
     nodes = tuple(
-        dataclasses.replace(
-            node,
-            equations=tuple(
-                _turned_products(list(_expanded(node.equations)), set(node.writes))
-            ),
-        )
+        dataclasses.replace(node, equations=tuple(_expanded(node.equations)))
         for node in graph.nodes
     )
     values = tuple(map(_with_words, graph.values))
@@ -100,59 +94,6 @@ def _expanded(equations: Iterable[Equation]) -> Iterator[Equation]:
             yield from _turned(equation)
         else:
             yield equation
-
-
-def _turned_products(
-    equations: list[Equation], written: Collection[Any]
-) -> Iterator[Equation]:
-    """`equations`, with operands of a product in the other order where its transpose is
-    an array and the product is not: the gradient of a kernel, most of all."""
-    readers: Counter[Any] = Counter(x for e in equations for x in e.reads)
-    transposes: dict[Any, Equation] = {
-        x.operands[0]: x
-        for x in equations
-        if x.primitive.name == "transpose"
-        and x.results[0] in written
-        and x.operands[0] not in written
-        and readers[x.operands[0]] == 1
-    }
-    made: set[Any] = set()
-    for equation in equations:
-        first = next(iter(equation.results), None)
-        product = None
-        if first in transposes:
-            product = _turned_product(equation, transposes[first])
-        if product is not None:
-            made.update(product.results)
-            yield product
-        elif first not in made:
-            yield equation
-
-
-def _turned_product(product: Equation, transpose: Equation) -> Equation | None:
-    """The transposed product as a product of swapped operands, if it is one."""
-    if product.primitive.name != "dot_general":
-        return None
-    (contract, other), batch = product.params["dimension_numbers"]
-    left, right = (len(x.shape) for x in product.operand_shapes)
-    batches = len(batch[0])
-    rows, columns = (rank - batches - len(contract) for rank in (left, right))
-    order = [
-        *range(batches),
-        *range(batches + rows, batches + rows + columns),
-        *range(batches, batches + rows),
-    ]
-    if list(transpose.params["permutation"]) != order:
-        return None
-    return dataclasses.replace(
-        product,
-        params=product.params
-        | {"dimension_numbers": ((other, contract), (batch[1], batch[0]))},
-        operands=product.operands[::-1],
-        operand_shapes=product.operand_shapes[::-1],
-        results=transpose.results,
-        result_shapes=transpose.result_shapes,
-    )
 
 
 def _with_parts(equation: Equation) -> Equation:
