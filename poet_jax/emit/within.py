@@ -167,16 +167,20 @@ class _Fitting:
             stage_bytes = self.narrower(stage_bytes)
             if self.peak_bytes(plan) < min(stage_bytes, (1 - MARGIN) * allowed):
                 continue  # the stages need too much, and not the plan
-            room_bytes = max(0, allowed - self.held_bytes)
-            over = max(self.excess_bytes / SAVED, LEAST_CUT * room_bytes)
-            less = max(room_bytes - over, room_bytes / 2)
-            allowed, stage_bytes = max(1, self.held_bytes + int(less)), None
+            allowed, stage_bytes = self.less(allowed), None
         yield from self.lean_attempts()
 
     def stage_bytes(self, plan: Plan, allowed: int, share: float) -> int:
         """What a stage may fill: of a plan's room, a share."""
         most_bytes = min(allowed, SPREAD * self.peak_bytes(plan))
         return self.held_bytes + int(share * max(0, most_bytes - self.held_bytes))
+
+    def less(self, allowed: int) -> int:
+        """What the planner may fill if a plan within `allowed` needs too much."""
+        room_bytes = max(0, allowed - self.held_bytes)
+        over = max(self.excess_bytes / SAVED, LEAST_CUT * room_bytes)
+        less = max(room_bytes - over, room_bytes / 2)
+        return max(1, self.held_bytes + int(less))
 
     def narrower(self, stage_bytes: int) -> int:
         """What a stage may fill if those that were compiled last need too much."""
@@ -200,14 +204,16 @@ class _Fitting:
                 return
         assert self.leanest is not None
         least = self.smallest_bytes
-        eased = int(least * (1 + EASE))
+        allowed = int(least * (1 + EASE))
         self.is_close = False  # there is much to gain, and a plan is hard to find
-        has_time = self.compilations < MOST_COMPILATIONS - 1
-        if has_time and (plan := self.planned(eased)) is not None:
-            yield plan, eased, 0
-            room_bytes = eased - self.held_bytes
-            if self.excess_bytes > eased - least + MARGIN * room_bytes:
+        while allowed > least and self.compilations < MOST_COMPILATIONS - 1:
+            if (plan := self.planned(allowed)) is None:
+                break
+            yield plan, allowed, 0
+            room_bytes = allowed - self.held_bytes
+            if self.excess_bytes > allowed - least + MARGIN * room_bytes:
                 return  # the leanest will not make up for that
+            allowed = self.less(allowed)
         yield self.leanest, least, 0
 
     def planned(self, allowed: int) -> Plan | None:
