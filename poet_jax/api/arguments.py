@@ -134,7 +134,7 @@ def _aval(leaf: Any) -> tuple[Any, Any, bool]:
         return leaf.shape, f"a reference to {leaf.dtype}", False
     try:
         aval = jax.typeof(leaf)
-    except TypeError:
+    except (TypeError, OverflowError):  # which JAX explains when it traces
         return type(leaf), "", False
     dtype = jax.dtypes.canonicalize_dtype(aval.dtype, allow_extended_dtype=True)
     if getattr(aval, "memory_space", None) == jax.memory.Space.Host:

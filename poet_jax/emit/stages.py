@@ -44,7 +44,7 @@ class _Cutter:
         self.page_ins: list[PageIn] = []  # light ones, before the stage
         self.page_outs: dict[int, PageOut] = {}  # and after it, by value
         self.made: dict[int, None] = {}  # by the stage, and needed after it
-        self.over: list[tuple[int, int]] = []
+        self.over: dict[int, int] = {}  # what is written over which older value
         self.freed: list[Free] = []
         self.held_bytes = 0  # freed or written over, and there until the stage ends
 
@@ -57,7 +57,7 @@ class _Cutter:
             if isinstance(x, Run):
                 yield from self._run(x, moment)
             elif isinstance(x, Free):
-                self._free(x)
+                yield from self._free(x)
             else:
                 yield from self._transfer(x)
             self.live_bytes += self._total(moment.arrives) - self._total(moment.leaves)
@@ -66,24 +66,34 @@ class _Cutter:
     def _run(self, x: Run, moment: Moment) -> Iterator[Instruction]:
         # Beside other nodes nothing is sure to be written over: they may read it later.
         need_bytes = self.live_bytes + self.held_bytes + self._total(moment.arrives)
-        workspaces = [self.workspaces[n] for n in x.nodes]
-        if self.graph.devices > 1:  # what is gathered may stay until the stage ends
-            need_bytes += sum(workspaces, sum(self.workspaces[n] for n in self.nodes))
-        else:
-            need_bytes += max(workspaces)
+        workspaces = [self.workspaces[n] for n in (*self.nodes, *x.nodes)]
+        # On several devices, what is gathered may stay until the stage ends.
+        need_bytes += (sum if self.graph.devices > 1 else max)(workspaces)
         arriving = self.arriving.intersection(x.reads)
-        freed = {free.value for free in self.freed}
-        again = not freed.isdisjoint(x.writes) or not set(self.nodes).isdisjoint(
-            x.nodes
-        )
-        again |= not self.page_outs.keys().isdisjoint(moment.leaves)
-        if again or need_bytes > self.memory_bytes or arriving:
+        if self._has_to_end(x) or need_bytes > self.memory_bytes or arriving:
             yield from self._end()
         self.arriving -= arriving
         self.nodes += x.nodes
         self.made.update(dict.fromkeys(moment.arrives))
-        self.over += x.over
+        for old, new in x.over:
+            first = self.over.pop(old, old)
+            if old not in self.made or first != old:
+                self.over[new] = first
+            self.made.pop(old, None)
         self.held_bytes += self._total(moment.leaves)
+
+    def _has_to_end(self, x: Run) -> bool:
+        """Whether the stage holds one of the nodes already, has dropped what they
+        write, or pages out what they write over."""
+        return not (
+            self._gone().isdisjoint(x.writes)
+            and set(self.nodes).isdisjoint(x.nodes)
+            and self.page_outs.keys().isdisjoint(old for old, _ in x.over)
+        )
+
+    def _gone(self) -> set[int]:
+        """What the stage frees or writes over, of what was there before."""
+        return {free.value for free in self.freed}.union(self.over.values())
 
     def _transfer(self, x: PageIn | PageOut) -> Iterator[Instruction]:
         value = x.value
@@ -103,34 +113,36 @@ class _Cutter:
 
     def _is_early(self, value: int) -> bool:
         """Whether a value may be paged in before the stage."""
-        gone = {free.value for free in self.freed} | {old for old, _ in self.over}
         need_bytes = self.live_bytes + self.held_bytes + self.nbytes[value]
         need_bytes += max(self.workspaces[n] for n in self.nodes)
         return (
-            gone.union(self.made, self.page_outs).isdisjoint([value])
+            self._gone().union(self.made, self.page_outs).isdisjoint([value])
             and sum(self.node_seconds[n] for n in self.nodes) < BRIEF_SECONDS
             and need_bytes <= self.memory_bytes
         )
 
-    def _free(self, x: Free) -> None:
-        if self.nodes:
-            self.held_bytes += self.nbytes[x.value]
+    def _free(self, x: Free) -> Iterator[Instruction]:
+        if not self.nodes:
+            yield x
+            return
+        self.held_bytes += self.nbytes[x.value]
         if x.value in self.made and x.value not in self.page_outs:
             del self.made[x.value]
         else:
             self.freed.append(x)
 
     def _end(self) -> Iterator[Instruction]:
-        if self.nodes:
-            over: Pairs = tuple(
-                (old, new) for old, new in self.over if new in self.made
-            )
-            gone = (Free(old) for old, new in self.over if new not in self.made)
-            reads = read_by(self.graph, self.nodes)
-            yield from self.page_ins
-            yield Run(tuple(self.nodes), reads, tuple(self.made), over)
-            yield from gone
-            yield from self.page_outs.values()
+        if not self.nodes:
+            return
+        over: Pairs = tuple(
+            (old, new) for new, old in self.over.items() if new in self.made
+        )
+        gone = (Free(old) for new, old in self.over.items() if new not in self.made)
+        reads = read_by(self.graph, self.nodes)
+        yield from self.page_ins
+        yield Run(tuple(self.nodes), reads, tuple(self.made), over)
+        yield from gone
+        yield from self.page_outs.values()
         yield from self.freed
         self._begin()
 

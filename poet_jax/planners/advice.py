@@ -285,15 +285,28 @@ def _largest_loop(graph: Graph) -> _Part | None:
                 for v in graph.nodes[n].writes
                 if v not in returned and not loops.keys().isdisjoint(graph.readers[v])
             ),
-            name,
+            n,
         )
-        for n, name in loops.items()
+        for n in loops
     ]
-    nbytes, name = max(kept, default=(0, ""))
+    nbytes, number = max(kept, default=(0, -1))
     if not nbytes:
         return None
+    name = loops[number]
     if not name.endswith("]"):
-        return _Part("", {}, f"jax.checkpoint in the body of {name}", nbytes)
+        what = f"jax.checkpoint in the body of {name}"
+        nbytes -= _carried_bytes(graph.nodes[number])
+        return _Part("", {}, what, nbytes) if nbytes > 0 else None
     whole, pieces = _parts(name, loops.values())
     what = f"for shorter pieces of {whole}"
     return _Part("unroll", {"max_pieces": 2 * pieces}, what, nbytes // 2)
+
+
+def _carried_bytes(loop: Node) -> int:
+    """What iterations of a scan hand on, kept for all of them."""
+    return sum(
+        e.params["length"] * nbytes_of(x)
+        for e in loop.equations
+        if e.primitive.name == "scan"
+        for x in e.result_shapes[: e.params["num_carry"]]
+    )
