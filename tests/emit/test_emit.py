@@ -87,6 +87,28 @@ def test_stages_hold_every_instruction_once_and_reads_come_before(case, share):
     assert peaks[1] <= max(share * budget, peaks[0])
 
 
+@pytest.mark.parametrize(
+    "nbytes, workspace_bytes, actions",
+    [
+        # Paged out and freed before the second node runs.
+        ((4, 4), (0, 0), (Compute(0), PageOut(0), Compute(1))),
+        # The first node works in what the second one makes.
+        ((1, 4), (4, 0), (Compute(0), Compute(1))),
+    ],
+)
+def test_stages_need_no_more_than_they_are_given(nbytes, workspace_bytes, actions):
+    values = tuple(poet_jax.core.Value("v", n << 20) for n in nbytes)
+    nodes = tuple(poet_jax.core.Node("n", (), (n,)) for n in range(2))
+    outputs = (1,) if PageOut(0) in actions else (0, 1)
+    graph = poet_jax.Graph(values, nodes, outputs=outputs)
+    works = np.array(workspace_bytes) << 20
+    ones = np.ones(2)
+    costs = poet_jax.Costs(ones, ones, works, np.array(nbytes) << 20, *[ones] * 4)
+    program = lower_actions(graph, actions)
+    peak = poet_jax.simulate(program, costs).peak_bytes
+    assert poet_jax.simulate(cut(program, costs, peak), costs).peak_bytes == peak
+
+
 @examples(150)
 @given(seed=st.integers(0, 2**32 - 1), share=st.floats(0, 1), stage=st.floats(0, 2))
 def test_a_stage_returns_no_value_that_it_writes_over(seed, share, stage):
