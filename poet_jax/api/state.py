@@ -29,9 +29,9 @@ def init_paged(
 ) -> Any:
     """`init_fn(*args)` with its large results in `store`, as `PagedArray`s.
 
-    Each result is computed, paged out and freed before the next, but for small ones,
-    which are together up to 8 MiB. So RAM holds about the largest result and its
-    operands. Results below `min_bytes` are ordinary arrays.
+    Each result is computed, paged out and freed before the next. Small ones go
+    together, up to 8 MiB. So RAM holds about the largest result, its operands and
+    8 MiB. Results below `min_bytes` are ordinary arrays.
     Arguments may be `PagedArray`s; those that are read are loaded. Raises CannotTrace,
     and PageStoreError if the store is full.
     """

@@ -8,10 +8,10 @@ from poet_jax.core.in_place import Pairs
 from poet_jax.core.plan import Free, PageIn, PageOut
 from poet_jax.core.program import Instruction, Moment, Program, Run, walk
 
-# What is light is moved with more, of at most so many bytes in all, before a stage or
-# after it: a transfer of its own, and a stage that waits for that, would take longer.
+# Transfers of at most so many bytes are light. They share a stage, up to so many bytes
+# in all: one stage for each of them would take longer than the transfer.
 LIGHT_BYTES, TOGETHER_BYTES = 1 << 20, 8 << 20
-# A stage whose nodes take longer than this waits for none of their successors' pages.
+# A stage that takes longer so far does not wait for pages of nodes that would join it.
 BRIEF_SECONDS = 1e-3
 
 
@@ -19,11 +19,13 @@ def cut(program: Program, costs: Costs, memory_bytes: float = 0) -> Program:
     """`program` with as many nodes in each `Run` as `memory_bytes` allows.
 
     The compiler runs the nodes of a stage in whatever order it likes: all that a stage
-    reads and makes is in RAM until it ends. A transfer ends one, but for a light one:
-    that comes before the stage if it is a page-in, and after it if it is a page-out.
-    So does a node that would wait for a page, since the others need not, one that would
-    be there twice, since the compiler would merge them, and one that makes again what
-    was freed.
+    reads and makes is in RAM until it ends. What ends a stage:
+
+    - a transfer, unless it is light: a light page-in comes before the stage, and a
+      light page-out after it;
+    - a node that would wait for a page, since the others need not;
+    - a node that is in the stage already, since the compiler would merge the two;
+    - a node that makes again what the stage has dropped.
     """
     return Program(program.graph, tuple(_Cutter(program, costs, memory_bytes).result()))
 
@@ -67,7 +69,7 @@ class _Cutter:
         # Beside other nodes nothing is sure to be written over: they may read it later.
         need_bytes = self.live_bytes + self.held_bytes + self._total(moment.arrives)
         workspaces = [self.workspaces[n] for n in (*self.nodes, *x.nodes)]
-        # On several devices, what is gathered may stay until the stage ends.
+        # Several devices may hold what they gathered until the stage ends.
         need_bytes += (sum if self.graph.devices > 1 else max)(workspaces)
         arriving = self.arriving.intersection(x.reads)
         if self._has_to_end(x) or need_bytes > self.memory_bytes or arriving:

@@ -139,7 +139,7 @@ class Rewriter:
 
     def rewrite(self, node: Node, equation: Equation, name: str) -> None:
         """Let another equation make what a node does, and drop what nobody needs
-        then. Its operands are older than the node's."""
+        then."""
         self._is_changed = True
         number = self.producer[node.writes[0]]
         made = Node.of(name, [equation], node.writes, node.backward)

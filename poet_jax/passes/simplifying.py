@@ -26,9 +26,9 @@ DTYPES = (jnp.dtype("float32"), jnp.dtype("float64"))
 def simplify(graph: Graph) -> Graph:
     """`graph`, of `trace`, with fewer arrays between its operations.
 
-    - A transpose of a transpose is one, or none, and the transpose of a product is the
-      product of its factors in the other order. So the gradient of a kernel lies as the
-      kernel does.
+    - A transpose of a transpose is one, or none.
+    - A product of which only the transpose is read gets its factors swapped: the
+      gradient of a kernel needs no transpose.
     - A product reads a matrix as it is instead of its transpose.
     - What is scattered into zeros and then added to an array is scattered into that
       array. Sums are then taken in another order, so results differ by rounding.
